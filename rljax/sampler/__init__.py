@@ -1,0 +1,1 @@
+"""Continuous batching on the device mesh: `engine` (prefill, insert, generate), `scheduler` (slots), `sampling`."""
