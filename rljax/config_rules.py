@@ -23,7 +23,7 @@ AGGREGATIONS = ("sample_mean", "token_mean", "constant")
 OLD_LOGPROBS = ("trainer", "rollout")
 OPTIMIZERS = ("adamw",)
 SCHEDULES = ("constant", "linear", "cosine")
-SMALLEST_ROW = 16
+SMALLEST_ROW = 64
 SET_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 

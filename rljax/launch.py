@@ -18,7 +18,7 @@ import time
 from rljax import config as configs
 from rljax import metric_names
 
-log = logging.getLogger("rljax")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would say at every start that torch is missing
 
 
 def main(argv: list[str]) -> int:

@@ -271,8 +271,8 @@ def pack(
     """Packs a step's samples into micro-batches of one shape [R, T]; each sample once, whole, in one row.
 
     T is the smallest bucket that holds the longest sample. R is data_shards times the rows of one shard, which are
-    max(1, max_tokens_per_device // T) or, where everything fits into one micro-batch, the power of two that
-    suffices, if less. Shard d holds rows d R / data_shards and following. There are as many micro-batches as
+    at most max(1, max_tokens_per_device // T) and as few as the samples need, rounded up to an eighth of that
+    maximum or to a power of two, whichever is less, so that few shapes are compiled. Shard d holds rows d R / data_shards and following. There are as many micro-batches as
     first-fit decreasing needs, and samples are spread evenly over them, their shards and those shards' rows.
     Returns numpy arrays, int32 and float32; `sample_index` is the index into `samples`. Where loss_mask is 0,
     weight and advantage are 0, and so is what is not finite. No samples give no micro-batches.
@@ -288,12 +288,12 @@ def pack(
     lengths = [len(sample.tokens) for sample in samples]
     row_length = _bucket(lengths, buckets)
     fewest_rows = min_partitions(lengths, row_length)
-    shard_rows = max(1, max_tokens_per_device // row_length)
-    micro_batches = -(-fewest_rows // (shard_rows * data_shards))
+    most_rows = max(1, max_tokens_per_device // row_length)
+    micro_batches = -(-fewest_rows // (most_rows * data_shards))
     cells = micro_batches * data_shards  # a cell is one shard's rows of one micro-batch
     used_rows = -(-fewest_rows // cells)
-    if micro_batches == 1:
-        shard_rows = min(shard_rows, 1 << (used_rows - 1).bit_length())
+    grain = max(1, most_rows // 8)
+    shard_rows = min(most_rows, 1 << (used_rows - 1).bit_length(), -(-used_rows // grain) * grain)
     rows = balanced_partitions(lengths, min(len(samples), cells * used_rows), row_length)
     ordered = _spread_rows(rows, lengths, cells, used_rows, shard_rows)
     step = shard_rows * data_shards

@@ -75,6 +75,12 @@ MORE = [
     (r"12.5\%", "0.125", True),
     ("5 cm", "5 m", False),
     ("evil", "live", False),
+    ("6", "2(3)", True),
+    ("5", "2(3)", False),
+    (r"2\sqrt3", "√12", True),
+    ("A", "(A) or (B)", False),
+    (r"\frac16", r"0.1\overline{6}", True),
+    (r"\mathbb{R}", r"(-\infty, \infty)", True),
     ("10,\\! 000", r"10\,000", True),
     ("100,200", "100, 200", True),
     ("1000", "1,00", False),
@@ -119,6 +125,12 @@ def test_more_members_of_the_kinds(gold: Any, answer: str, equal: bool | None) -
         ("", None),
         ("from 3 to -1.5", "-1.5"),
         ("about 3/4 of it", "3/4"),
+        ("\u22128", "-8"),
+        ("It is -\\frac{1}{2}.", "-\\frac{1}{2}"),
+        ("The point is (-3, 5).", "(-3, 5)"),
+        ("at 9:30.", "9:30"),
+        ("about 3 x 10^8 m", "3 x 10^8"),
+        ("The answer is therefore 12.", "12"),
     ],
 )
 def test_extract_answer(response: str, answer: str | None) -> None:
@@ -159,8 +171,8 @@ def test_gsm8k_takes_the_label_from_the_solution(text: str, right: float) -> Non
 
 def dressed(gold: str) -> list[str]:
     """Responses that state `gold` in other clothes."""
-    responses = [f"So \\boxed{{{gold}}}.", f"Therefore the final answer is ${gold}$.", f"Answer: {gold}", f"Thus ${gold}$."]
-    responses.append("\\boxed{%s}" % gold.replace("\\frac", "\\dfrac"))
+    responses = [f"So \\boxed{{{gold}}}.", f"Therefore the final answer is ${gold}$.", f"Answer: {gold}"]
+    responses += [f"Thus ${gold}$.", "\\boxed{%s}" % gold.replace("\\frac", "\\dfrac")]
     if not re.search(r"inches|cents|cm", gold):
         responses.append(f"\\boxed{{{gold}\\text{{ cm}}}}")
     if re.fullmatch(r"\d+(\.\d+)?", gold):
@@ -189,9 +201,9 @@ def test_every_gold_is_itself_and_not_the_next(name: str) -> None:
 LATEX = st.text(alphabet=list("0123456789xyei+-*/^_!()[]{}|<>=.,:;%$&\"' \n\\")).map(str)
 PIECES = st.lists(
     st.sampled_from(
-        r"\frac \sqrt \text{ \left( \right) \begin{pmatrix} \end{pmatrix} \pm \cup \infty \pi \sin ^ _ { } ( ) [ ] , = < ! "
-        r"\boxed{ #### answer: <answer> </answer> </think> \binom \lfloor \rfloor 9 12 0 x e i - + / % and \\ & : | $ "
-        "\\ldots".split(" ")
+        r"\frac \sqrt \text{ \left( \right) \begin{pmatrix} \end{pmatrix} \pm \cup \infty \pi \sin ^ _ { } ( ) [ ] , = "
+        r"< ! \overline{ \boxed{ #### answer: <answer> </answer> </think> \binom \lfloor \rfloor 9 12 0 x e i - + / % "
+        r"and \\ & : | $ \ldots".split(" ")
     ),
     max_size=14,
 ).map("".join)
@@ -206,7 +218,10 @@ def test_total(left: str, right: str) -> None:
     assert math.extract_answer(left) is None or math.extract_answer(left) != ""
 
 
-@pytest.mark.parametrize("piece", ["<answer>", "\\boxed{", "{", "$", "answer ", "answer: ", "\\(", " ", "1,", "####", "\\text{"])
+@pytest.mark.parametrize(
+    "piece",
+    ["<answer>", "\\boxed{", "{", "$", "answer ", "answer: ", "\\(", " ", "1,", "1", "(1,", "1\n", "####", "\\text{"],
+)
 def test_long_text_costs_little(piece: str) -> None:
     text = piece * (200_000 // len(piece))
     started = time.monotonic()

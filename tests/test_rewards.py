@@ -76,9 +76,9 @@ def inside(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)  # the user's folder is found as the working directory
 
 
-@pytest.fixture(params=["kind", "kinds"])
-def pool(request: pytest.FixtureRequest, inside: None) -> Iterator[RewardPool]:
-    with RewardPool(f"my_verifiers:{request.param}", workers=1, timeout_s=0.5, memory_mb=600, fallback=-1.0) as opened:
+@pytest.fixture
+def pool(inside: None) -> Iterator[RewardPool]:
+    with RewardPool("my_verifiers:kind", workers=1, timeout_s=1.0, memory_mb=200, fallback=-1.0) as opened:
         yield opened
 
 
@@ -119,6 +119,12 @@ def test_worker_is_replaced(
     assert (pool.errors, pool.timeouts, pool.restarts) == (errors, timeouts, 1)
     assert [message.partition(":")[0] for message in caplog.messages] == ["reward of sample 12"]
     assert scored(pool, "where") != first
+
+
+def test_async_function() -> None:
+    with RewardPool("my_verifiers:kinds", workers=1, timeout_s=1.0, fallback=-1.0) as pool:
+        assert scored(pool, "fine", "raise", "none", "die", "hang", "dict") == [1.0, -1.0, None, -1.0, -1.0, 1.0]
+        assert (pool.errors, pool.timeouts, pool.restarts) == (2, 1, 2)
 
 
 def test_time_limit_counts_from_the_beginning_of_the_sample(folder: pathlib.Path) -> None:
@@ -251,8 +257,8 @@ def test_workers_end_with_a_killed_parent_and_do_not_run_its_main(folder: pathli
 
 def test_importing_rewards_imports_no_jax() -> None:
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from rljax import rewards; [rewards.find(n) for n in rewards.names()];"
-        "import rljax.rewards.pool; sys.exit('jax' in sys.modules)"
+        f"import sys; sys.path[:] = {sys.path!r}; from rljax import rewards;"
+        "[rewards.find(name) for name in rewards.names()]; import rljax.rewards.pool; sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -186,7 +186,9 @@ def layer(cfg: ModelConfig, kind: LayerKind, params: Params, x: jax.Array, atten
 
 def _linear(x: jax.Array, params: Params, name: str) -> jax.Array:
     """x @ w, plus the bias if there is one, in x's dtype."""
-    y = x @ params[f"{name}_proj"].astype(x.dtype)
+    # Over one flat dimension of tokens: on a CPU the gradient of w takes half the time.
+    y = x.reshape(-1, x.shape[-1]) @ params[f"{name}_proj"].astype(x.dtype)
+    y = y.reshape(*x.shape[:-1], -1)
     return y + params[f"{name}_bias"].astype(x.dtype) if f"{name}_bias" in params else y
 
 

@@ -73,8 +73,8 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_ta
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def from_hf(raw: Raw, eos: tuple[int, ...] = ()) -> ModelConfig:
-    """`ModelConfig` of a config.json's content; `eos` adds the ids of generation_config.json.
+def from_hf(raw: Raw, eos: Any = None) -> ModelConfig:
+    """`ModelConfig` of a config.json's content; `eos` adds generation_config.json's eos_token_id (int, list or null).
 
     The text part of a multimodal config is read where its family is known. An unknown model_type, an unsupported
     option, or a key that no list knows raises ValueError naming it.
@@ -88,7 +88,7 @@ def from_hf(raw: Raw, eos: tuple[int, ...] = ()) -> ModelConfig:
     _check_restated(raw)
     fields = _common(raw, hf := _hf_config(raw, model_type)) | reader(raw, hf)
     _check_layer_types(raw, fields["windows"], reads_them="layer_types" in keys)
-    ids = set(eos) | set(_ids(raw.get("eos_token_id", hf.eos_token_id)))
+    ids = set(_ids(eos)) | set(_ids(raw.get("eos_token_id", hf.eos_token_id)))
     return ModelConfig(model_type=model_type, eos_token_ids=tuple(sorted(ids)),
                        hf_json=json.dumps(raw, sort_keys=True), **fields)
 

@@ -46,9 +46,8 @@ def load_config(folder: pathlib.Path) -> ModelConfig:
         raise ValueError(f"{folder} is no folder with a Hugging Face model")
     extra = folder / "generation_config.json"
     eos = read_json(extra).get("eos_token_id") if extra.exists() else None
-    ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     try:
-        return from_hf(read_json(folder / "config.json"), ids)
+        return from_hf(read_json(folder / "config.json"), eos)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 

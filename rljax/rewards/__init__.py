@@ -27,7 +27,7 @@ def find(name: str) -> Callable[..., Any]:
     """
     if ":" not in name:
         if name not in names():
-            raise ValueError(f"no reward named {name!r}: there are {', '.join(names())}, or give package.module:function")
+            raise ValueError(f"no reward {name!r}: there are {', '.join(names())}, or give package.module:function")
         return _attribute(f"{__name__}.{name}", "reward", name)
     module, _, attribute = name.partition(":")
     return _attribute(module, attribute, name)
@@ -37,8 +37,10 @@ def _attribute(module_name: str, attribute: str, name: str) -> Callable[..., Any
     try:
         found: Any = importlib.import_module(module_name)
     except BaseException as error:  # the boundary to a user's module: anything may go wrong while it is imported
-        raise ValueError(f"reward {name!r}: importing {module_name!r} failed with {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"reward {name!r}: importing {module_name!r} failed with {reason}") from error
     if not callable(getattr(found, attribute, None)):
         have = sorted(key for key, value in vars(found).items() if callable(value) and not key.startswith("_"))
-        raise ValueError(f"reward {name!r}: {module_name} has no function {attribute!r}, only {', '.join(have) or 'none'}")
+        only = ", ".join(have) or "none"
+        raise ValueError(f"reward {name!r}: {module_name} has no function {attribute!r}, only {only}")
     return getattr(found, attribute)

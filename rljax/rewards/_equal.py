@@ -29,6 +29,7 @@ _MATRIX = re.compile(r"\\begin\{([a-zA-Z]?matrix|array)\}(?:\{[clr| ]*\})?(.*)\\
 _BASE = re.compile(r"(\d+)_\{?(\d+)\}?")
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
 _CHOSEN = re.compile(r"\(([A-Z])\)|([A-Z])(?:[.):]|$)")
+_BRACKETED = re.compile(r"(?<![A-Za-z])([A-Z])\)")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _QUOTED_UNIT = re.compile(r'(.*\S)\s*"([^"]*)"\s*(\^\s*\{?\d\}?)?', re.DOTALL)
 _PLAIN_UNIT = re.compile(r"(.*[\d}%)])\s+((?!and\b|or\b)[A-Za-z]{2,}[A-Za-z ./]*)(\^\s*\{?\d\}?)?")
@@ -54,7 +55,10 @@ def same(gold: str, answer: str, depth: int = 0) -> bool:
 def _by_choice(gold: str, answer: str, depth: int) -> bool | None:
     """The letter of a choice, in brackets or followed by a stop or a bracket and the text of its option."""
     wanted = _CHOICE.fullmatch(gold.replace('"', ""))
-    given = _CHOSEN.match(answer.replace('"', ""))
+    answer = answer.replace('"', "")
+    given = _CHOSEN.match(answer)
+    if len(set(_BRACKETED.findall(answer))) > 1:
+        return None  # names several
     return (given[1] or given[2]) == wanted[1] if wanted and given else None
 
 
@@ -72,10 +76,7 @@ def _items(text: str) -> list[str]:
 
 def _by_list(gold: str, answer: str, depth: int) -> bool | None:
     """Every item of a list or part of a union has its partner; only with dots does the order matter."""
-    if _UNION.search(gold) or _UNION.search(answer):
-        left, right = ([part for one in _items(text) for _, part in latex.split(one, _UNION)] for text in (gold, answer))
-    else:
-        left, right = _items(gold), _items(answer)
+    left, right = ([part for one in _items(text) for _, part in latex.split(one, _UNION)] for text in (gold, answer))
     if len(left) < 2 and len(right) < 2:
         return None
     if len(left) == 1 or len(right) == 1:
@@ -304,7 +305,7 @@ def _try(verdict: Callable[[], bool]) -> bool:
     try:
         with _LOCK:
             return verdict()
-    except (Unreadable, ArithmeticError, ValueError, TypeError):
+    except (Unreadable, ArithmeticError, ValueError, TypeError):  # TypeError: complex numbers have no order
         return False
 
 

@@ -85,6 +85,10 @@ def number(text: str) -> Fraction:
     return Fraction(digits) * Fraction(10) ** int(exponent or 0)
 
 
+def _is_whole(tree: Tree) -> bool:
+    return tree[0] == "num" and tree[1].denominator == 1
+
+
 class _Reader:
     """Recursive descent: sum of products of signed powers; a product needs no sign between its factors."""
 
@@ -151,26 +155,22 @@ class _Reader:
         """A factor without a sign before it: a product, but 4\\frac{1}{2} is a sum, of whole numbers only."""
         fraction_follows = self.peek() == ("command", "frac")
         factor = self.power()
-        whole, signed = (tree[1], True) if tree[0] == "neg" else (tree, False)
-        parts = [whole, *factor[1:]] if fraction_follows and factor[0] == "div" else [factor]
-        if self.direct_number(whole) and all(part[0] == "num" and part[1].denominator == 1 for part in parts):
-            return ("neg", ("add", whole, factor)) if signed else ("add", whole, factor)
+        whole = tree[1] if tree[0] == "neg" else tree
+        if fraction_follows and factor[0] == "div" and all(map(_is_whole, (whole, *factor[1:]))):
+            total = ("add", whole, factor)
+            return ("neg", total) if tree[0] == "neg" else total
         return ("mul", tree, factor)
-
-    @staticmethod
-    def direct_number(tree: Tree) -> bool:
-        return tree[0] == "num" and tree[1].denominator == 1
 
     def mixed_in_words(self, tree: Tree) -> Tree:
         """4 1/2; any other number after a number has no meaning."""
-        whole, signed = (tree[1], True) if tree[0] == "neg" else (tree, False)
+        whole = tree[1] if tree[0] == "neg" else tree
         top = self.take()[1]
-        slash = self.take("/")
-        bottom = self.take()
-        if not (self.direct_number(whole) and slash and top.isdigit() and bottom[1].isdigit() and int(bottom[1])):
+        self.take("/")
+        bottom = self.take()[1]
+        if not (_is_whole(whole) and top.isdigit() and bottom.isdigit()):
             raise Unreadable("two numbers in a row")
-        total = ("add", whole, ("div", ("num", number(top)), ("num", number(bottom[1]))))
-        return ("neg", total) if signed else total
+        total = ("add", whole, ("div", ("num", number(top)), ("num", number(bottom))))
+        return ("neg", total) if tree[0] == "neg" else total
 
     def power(self) -> Tree:
         tree = self.postfix(self.atom())
@@ -183,7 +183,7 @@ class _Reader:
         if self.peek()[1] in ("-", "+"):
             sign = self.take()[1]
             return ("neg", self.exponent()) if sign == "-" else self.exponent()
-        return self.power() if self.peek()[1] in ("(", "{") or self.peek()[0] != "number" else self.argument(False)
+        return self.power() if self.peek()[1] in ("(", "{") or self.peek()[0] != "number" else self.argument(one_digit=False)
 
     def postfix(self, tree: Tree) -> Tree:
         while self.peek() == ("operator", "!"):
@@ -265,7 +265,7 @@ class _Reader:
             degree = self.group("]")
             return ("pow", self.argument(), ("div", ("num", Fraction(1)), degree))
         if name == "sqrt":
-            return ("fn", "sqrt", self.argument())
+            return ("fn", "sqrt", self.argument(one_digit=False))  # TeX would take one digit, but nobody means that
         if name in ("pi", "infty"):
             return ("const", name)
         if name in _FENCES:

@@ -8,6 +8,7 @@ simplification that might not end.
 from __future__ import annotations
 
 import hashlib
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -112,7 +113,8 @@ def _is_zero(value: Any) -> bool:
 
 
 def _ratio(left: Any, right: Any) -> Any:
-    return right / left if isinstance(left, Fraction) and isinstance(right, Fraction) else _number(right) / _number(left)
+    exact = isinstance(left, Fraction) and isinstance(right, Fraction)
+    return right / left if exact else _number(right) / _number(left)
 
 
 def _close(left: Any, right: Any) -> bool:
@@ -222,7 +224,7 @@ def _binomial(top: Any, bottom: Any) -> Any:
 def _rounded(name: str) -> Any:
     def function(value: Any) -> Any:
         if isinstance(value, Fraction):
-            return Fraction(value.__floor__() if name == "floor" else value.__ceil__())
+            return Fraction(math.floor(value) if name == "floor" else math.ceil(value))
         return getattr(_CONTEXT, name)(value)
 
     return function

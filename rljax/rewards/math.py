@@ -2,11 +2,13 @@ r"""Reward 1 where the final answer of the response equals the label mathematica
 
 The answer is, in this order: what follows the reasoning (`</think>`); the last `<answer>`; the last closed `\boxed{}`;
 the last `#### x`; what follows the last "answer is" or "Answer:"; the last formula or number. A reasoning block that
-is never closed holds no answer. Everything here is total: nothing raises, hangs or takes much memory, in any thread.
+is never closed holds no answer. Everything here is total: nothing raises, hangs or takes much memory,
+in any thread.
 
-Decided where sound programs differ: a percent sign or a base may be left out; 35% also equals 0.35; a decimal may stand
-for a value that no decimal equals from six figures on; an interval may be written as a double inequality both ways;
-(a, b) and a list a, b differ; units may be left out on one side.
+Decided where sound programs differ: a percent sign or a base may be left out; 35% also equals 0.35; a decimal may
+stand for a value that no decimal equals from six figures on; an interval may be written as a double inequality both
+ways; (a, b) and a list a, b differ; units may be left out on one side; log is the one of base 10; real expressions are
+compared where both are real.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _MAX_TAIL = 20_000  # characters at the end in which an answer without a mark is
 _TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 _HASHES = re.compile(r"####[ \t]*([^\s#][^\n#]*)")
 _MARKER = re.compile(
-    r"\banswer\b(?:\s+is\b)?[ \t]*(?:\*\*)?[ \t]*(?::|(?<=is)|(?<=\*\*))[ \t]*(?:\*\*)?[ \t]*:?\s*([^\n]+)", re.IGNORECASE
+    r"\banswer\b(?:\s+is\b)?[ \t]*(?:\*\*)?[ \t]*"
+    r"(?::|(?<=is)|(?<=\*\*))[ \t]*(?:\*\*)?[ \t]*:?\s*([^\n]+)",
+    re.IGNORECASE,
 )
 _FORMULA = re.compile(
     r"\\\((.{1,600}?)\\\)|\\\[(.{1,600}?)\\\]|\$\$(.{1,600}?)\$\$|(?<!\\)\$((?:\\.|[^$\\\n]){1,600})\$", re.DOTALL
@@ -42,6 +46,11 @@ _NUMBER = re.compile(
     | (?<=\w)\d+(?:\.\d+)?
     """,
     re.VERBOSE,
+)
+_FILLER = re.compile(
+    r"(?:(?:therefore|thus|hence|then|simply|just|exactly|indeed|approximately|about|equal to|given by|the|option"
+    r"|choice)\b[,:]?\s*)+",
+    re.IGNORECASE,
 )
 _END = re.compile(
     r"(?<=[\w)}\]%*$])(?:\.(?=\s|$)|\s+\((?=[a-zA-Z]{2})|,\s+(?!and\b|or\b)(?=[a-zA-Z]{2,}\b)"
@@ -77,6 +86,8 @@ def _after_marker(text: str) -> str | None:
     if not found:
         return None
     line = found[-1].strip()
+    filler = _FILLER.match(line)
+    line = line[filler.end() :] if filler else line
     formula = _FORMULA.match(line)
     if formula and not _PROSE.search(formula[0]):
         return next(group for group in formula.groups() if group).strip()

@@ -173,9 +173,12 @@ class RewardPool:
             raise
 
     def submit(self, sample: Sample) -> concurrent.futures.Future[RewardResult]:
-        """Score one sample, which is copied now; the future always gets a result, or RuntimeError if the pool closes first."""
+        """Score one sample, which is copied now.
+
+        The future, which cannot be cancelled, gets a result or, if the pool is closed first, RuntimeError.
+        """
         task = _Task(sample.uid, protocol.frame(sample), concurrent.futures.Future())
-        task.future.set_running_or_notify_cancel()  # it cannot be cancelled: a result will be set
+        task.future.set_running_or_notify_cancel()
         with self._lock:
             if self._closing:
                 raise RuntimeError("the reward pool is closed")
@@ -232,7 +235,7 @@ class RewardPool:
             one.kill()
             self._waiting.extend(one.tasks)
         for task in self._waiting:
-            task.future.set_exception(RuntimeError(f"the reward pool was closed before sample {task.uid} was scored"))
+            task.future.set_exception(RuntimeError(f"the reward pool closed before sample {task.uid} was scored"))
         if not self._started.done():
             self._started.set_exception(RuntimeError("the reward pool's thread ended before a worker was started"))
         self._selector.close()
