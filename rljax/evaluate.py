@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from rljax.data import PromptSource
 from rljax.rollout import Rollout, make_group, summarize
@@ -43,9 +42,12 @@ def evaluate(rollout: Rollout, params: Params, sets: list[EvalSet], version: int
     return metrics
 
 
-def named_metrics(name: str, values: dict[str, float]) -> dict[str, Any]:
-    """A set's metrics under the names of `eval/`."""
-    metrics = {f"eval/{name}": values["raw_reward"], f"eval/{name}-truncated_ratio": values["truncated_ratio"]}
+def named_metrics(name: str, values: dict[str, float]) -> dict[str, float]:
+    """A set's metrics under the names of `eval/`; no mean reward where no sample was scored."""
+    metrics = {}
+    for key, short in (("raw_reward", ""), ("truncated_ratio", "-truncated_ratio")):
+        if key in values:
+            metrics[f"eval/{name}{short}"] = values[key]
     for key, value in values.items():
         if key.startswith("passrate/"):
             metrics[f"eval/{name}-{key.removeprefix('passrate/')}"] = value

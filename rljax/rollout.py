@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rljax.metrics import Timers, nan_mean, pass_at_k
+from rljax.metrics import Timers, pass_at_k
 from rljax.rewards.pool import RewardPool, RewardResult
 from rljax.sample import COMPLETED, TRUNCATED, Sample, SamplingParams
 from rljax.sampler.scheduler import Request, Scheduler
@@ -22,10 +23,18 @@ class Interrupted(Exception):
 
 def make_group(prompt: Sample, group: int, size: int) -> list[Sample]:
     """`size` samples of one prompt instance; uid = group * size + index."""
-    samples = [copy.deepcopy(prompt) for _ in range(size)]
-    for index, sample in enumerate(samples):
+    samples = []
+    for index in range(size):
+        sample = copy.deepcopy(dataclasses.replace(prompt, prompt_tokens=[]))
+        sample.prompt_tokens = list(prompt.prompt_tokens)  # numbers need no deep copy, which is slow
         sample.group, sample.uid = group, group * size + index
+        samples.append(sample)
     return samples
+
+
+def remaining_budget(max_response_len: int, generated: int, cache_len: int, prompt_len: int) -> int:
+    """Tokens that a response of `generated` tokens may still get: what is left of both limits."""
+    return min(max_response_len - generated, cache_len - prompt_len - generated)
 
 
 def from_labels(samples: Sequence[Sample], tokenizer: Tokenizer) -> None:
@@ -49,34 +58,53 @@ class Rollout:
         self.timers, self.stopping = timers, stopping
 
     def collect(self, params: Params, samples: Sequence[Sample], sampling: SamplingParams, version: int) -> None:
-        """Fill every sample: tokens, log-probs, status, text, reward. `params` are the engine's weights."""
+        """Fill every sample: tokens, log-probs, status, text, reward. `params` are the engine's weights.
+
+        A sample that has a part of its response keeps it, with log-probs, mask and versions, and is continued.
+        Whatever is raised, no request stays behind in the scheduler.
+        """
         by_uid = {sample.uid: sample for sample in samples}
-        self.scheduler.submit(Request(s.uid, list(s.prompt_tokens), sampling) for s in samples)
         futures: dict[int, concurrent.futures.Future[RewardResult]] = {}
-        with self.timers("rollout_time"):
-            while self.scheduler.busy:
-                if self.stopping():
-                    self.scheduler.abort()
-                    raise Interrupted
-                for request in self.scheduler.step(params):
-                    sample = by_uid[request.uid]
-                    self._finish(sample, request, version)
-                    futures[sample.uid] = self.pool.submit(sample)
+        self.scheduler.submit([self._request(sample, sampling) for sample in samples])
+        try:
+            with self.timers("rollout_time"):
+                while self.scheduler.busy:
+                    if self.stopping():
+                        raise Interrupted
+                    for request in self.scheduler.step(params):
+                        sample = by_uid[request.uid]
+                        self._finish(sample, request, version)
+                        futures[sample.uid] = self.pool.submit(sample)
+        finally:
+            self.scheduler.abort()
         with self.timers("reward_wait_time"):
             for uid, future in futures.items():
                 result = future.result()
                 by_uid[uid].reward, by_uid[uid].rewards = result.reward, dict(result.parts)
 
+    def _request(self, sample: Sample, sampling: SamplingParams) -> Request:
+        """The request that draws what is left of a sample; its limit counts what was drawn before."""
+        drawn, prompt = len(sample.response_tokens), list(sample.prompt_tokens)
+        left = remaining_budget(sampling.max_new_tokens, drawn, self.scheduler.engine.config.cache_len, len(prompt))
+        limited = dataclasses.replace(sampling, max_new_tokens=drawn + left)
+        return Request(sample.uid, prompt, limited, list(sample.response_tokens), list(sample.logprobs))
+
     def _finish(self, sample: Sample, request: Request, version: int) -> None:
+        new = len(request.tokens) - len(sample.response_tokens)
         sample.response_tokens, sample.logprobs = request.tokens, request.logprobs
-        sample.loss_mask, sample.versions = [1] * len(request.tokens), [version] * len(request.tokens)
+        sample.loss_mask, sample.versions = sample.loss_mask + [1] * new, sample.versions + [version] * new
         sample.end_reason = request.end_reason
         sample.status = TRUNCATED if request.end_reason == "length" else COMPLETED
         sample.text = request.text if request.text is not None else self.tokenizer.decode(request.tokens)
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, float]:
-    """Sample-level metrics under their bare names (`response_len/mean`, ...), for `rollout/` and `eval/{name}/`."""
+    """Sample-level metrics under their bare names (`response_len/mean`, ...), for `rollout/` and `eval/{name}/`.
+
+    A sample without a reward (None) is left out of every mean of rewards; no samples give no metrics.
+    """
+    if not samples:
+        return {}
     lengths = np.asarray([len(s.response_tokens) for s in samples], np.float64)
     values = {
         "response_len/mean": lengths.mean(), "response_len/median": np.median(lengths),
@@ -84,16 +112,15 @@ def summarize(samples: Sequence[Sample]) -> dict[str, float]:
         "truncated_ratio": np.mean([s.status == TRUNCATED for s in samples]),
         "repetition_frac": np.mean([repeats(s.response_tokens) for s in samples]),
     }
-    if any(s.reward is not None for s in samples):
-        values["raw_reward"] = nan_mean([_number(s.reward) for s in samples])
-        values["rollout_log_probs"] = nan_mean([x for s in samples for x in s.logprobs])
+    scored = [s.reward for s in samples if s.reward is not None]
+    if scored:
+        values["raw_reward"] = np.mean(scored)
+    drawn = [x for s in samples if s.end_reason for x, m in zip(s.logprobs, s.loss_mask, strict=True) if m]
+    if drawn:  # not in supervised training, whose responses are labels
+        values["rollout_log_probs"] = np.mean(drawn)
     for part in sorted({name for s in samples for name in s.rewards}):
-        values[f"reward/{part}"] = nan_mean([_number(s.rewards.get(part)) for s in samples])
+        values[f"reward/{part}"] = np.mean([s.rewards[part] for s in samples if part in s.rewards])
     return {name: float(value) for name, value in values.items()} | _group_metrics(samples)
-
-
-def _number(value: float | None) -> float:
-    return np.nan if value is None else float(value)
 
 
 def _group_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -105,7 +132,7 @@ def _group_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     values: dict[str, float] = {}
     for rewards in groups.values():
         if len(rewards) > 1 and len(set(rewards)) == 1:
-            name = f"zero_std/count_{rewards[0]:.4g}"
+            name = f"zero_std/count_{rewards[0] + 0.0:.4g}"  # -0 counts as 0
             values[name] = values.get(name, 0.0) + 1.0
     k = 1
     while k <= min((len(rewards) for rewards in groups.values()), default=0):

@@ -1,8 +1,9 @@
 """The device side of sampling: `prefill`, `insert`, `generate`, with the weights always an argument.
 
 A slot holds one sequence. Prefill computes keys and values of all context tokens but the last; decoding starts
-by feeding that last token. So the first response token comes from the same program as every other, and a sample
-that is resumed with what it has drawn continues exactly as if it had never stopped.
+by feeding that last token, so the first response token comes from the same program as every other. A sample that is
+resumed has its prompt prefilled as at first and what it drew fed through decoding again, as forced tokens: keys and
+values from prefill would differ in the last bit, since products of other shapes round differently.
 
 The sampler's copy of the weights has one tree per layer instead of stacked leaves, and the cache one pair of
 arrays per layer, written in place: slicing stacked weights inside a decoding loop would copy all of them.
@@ -42,15 +43,12 @@ class DecodeState:
     positions: jax.Array  # [S] int32, its position
     remaining: jax.Array  # [S] int32, tokens that may still be drawn
     seeds: jax.Array  # [S] typed keys: fold_in(run's key, uid)
-    temperature: jax.Array  # [S] float32, 0 = greedy
-    top_k: jax.Array  # [S] int32
-    top_p: jax.Array  # [S] float32
-    min_p: jax.Array  # [S] float32
+    knobs: sampling.Knobs  # [S] each
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Static facts of an engine: one compiled program per prompt bucket, and one (two with filters) for decoding."""
+    """Static facts of an engine: two compiled programs per prompt bucket, and one for decoding."""
 
     slots: int
     cache_len: int  # C: context and response together
@@ -93,20 +91,23 @@ def prefill(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array, len
     return keys, values
 
 
-def insert(state: DecodeState, prefix, source: jax.Array, slots: dict[str, jax.Array]) -> DecodeState:
+def insert(state: DecodeState, prefix, source: jax.Array, slots: dict[str, Any]) -> DecodeState:
     """Copy prefix rows into slots: slot s takes row source[s] of `prefix` (-1 = s stays as it is).
 
-    `slots` has the new value of every per-slot field of DecodeState, [S] each.
+    `slots` has the new value of every per-slot field of DecodeState, [S] each. A bucket may be longer than the cache:
+    what it holds beyond is padding.
     """
     taken = source >= 0
 
     def copy(cache, rows):
-        bucket = rows.shape[2]
-        mine = jnp.where(taken[:, None, None, None], rows[jnp.maximum(source, 0)], cache[:, :, :bucket])
+        width = min(rows.shape[2], cache.shape[2])
+        rows = rows[:, :, :width]
+        mine = jnp.where(taken[:, None, None, None], rows[jnp.maximum(source, 0)], cache[:, :, :width])
         return jax.lax.dynamic_update_slice(cache, mine, (0, 0, 0, 0))
 
     keys, values = prefix
-    fields = {name: jnp.where(taken, new, getattr(state, name)) for name, new in slots.items()}
+    old = {name: getattr(state, name) for name in slots}
+    fields = jax.tree.map(lambda new, old: jnp.where(taken, new, old), slots, old)
     return state.replace(
         keys=[copy(cache, rows) for cache, rows in zip(state.keys, keys)],
         values=[copy(cache, rows) for cache, rows in zip(state.values, values)],
@@ -148,10 +149,11 @@ def decode_step(cfg: ModelConfig, dtype: Any, params: Params, state: DecodeState
     return state.replace(keys=[k for k, _ in caches], values=[v for _, v in caches]), logits
 
 
-def generate(cfg: ModelConfig, engine: EngineConfig, filtered: bool, params: Params, state: DecodeState):
+def generate(cfg: ModelConfig, engine: EngineConfig, params: Params, state: DecodeState, forced: jax.Array):
     """Up to `steps_per_dispatch` tokens for every busy slot, stopping early when none is left.
 
-    Returns (state, tokens [S, steps], log-probs [S, steps], counts [S]): slot s drew counts[s] tokens.
+    forced [S, steps] int32: tokens to take in place of a draw, which no stop id ends; -1 = draw. Returns (state,
+    tokens [S, steps], log-probs [S, steps], counts [S]): slot s took counts[s] tokens.
     """
     stop_ids = jnp.asarray(engine.stop_ids, jnp.int32)
     steps = engine.steps_per_dispatch
@@ -162,10 +164,10 @@ def generate(cfg: ModelConfig, engine: EngineConfig, filtered: bool, params: Par
         state, logits = decode_step(cfg, engine.dtype, params, state)
         keys = jax.vmap(jax.random.fold_in)(state.seeds, state.positions + 1)
         token, logp = sampling.draw(
-            logits, keys, state.temperature, state.top_k, state.top_p, state.min_p,
-            valid=engine.vocab_known, filtered=filtered,
+            logits, jax.vmap(jax.random.uniform)(keys), forced[:, i], (busy & state.knobs.filtered()).any(), state.knobs,
+            valid=engine.vocab_known,
         )
-        ended = (token[:, None] == stop_ids[None, :]).any(-1)
+        ended = (forced[:, i] < 0) & (token[:, None] == stop_ids[None, :]).any(-1)
         state = state.replace(
             tokens=jnp.where(busy, token, state.tokens),
             positions=jnp.where(busy, state.positions + 1, state.positions),
@@ -193,19 +195,18 @@ class Engine:
         self.cfg, self.config, self.mesh = cfg, engine, mesh
         cache_shape = (engine.slots, cfg.num_kv_heads, engine.cache_len, cfg.head_dim)
         self.cache = sharding.named(CACHE_AXES, RULES, mesh, cache_shape)
-        self.slot = sharding.named(("slots",), RULES, mesh)
+        self.slot = sharding.named(("slots",), RULES, mesh)  # also of [S, steps]
         per_layer = [self.cache] * cfg.num_layers
         slot_fields = {field.name: self.slot for field in dataclasses.fields(DecodeState)}
+        slot_fields["knobs"] = sampling.Knobs(*[self.slot] * len(dataclasses.fields(sampling.Knobs)))
         self.state_shardings = DecodeState(**{**slot_fields, "keys": per_layer, "values": per_layer})
         self._cast = jax.jit(functools.partial(unstack, cfg, dtype=engine.dtype), out_shardings=_shardings(cfg, mesh))
         self._prefill = jax.jit(functools.partial(prefill, cfg, engine.dtype))
         self._insert = jax.jit(insert, donate_argnums=0, out_shardings=self.state_shardings)
         self._fresh = jax.jit(functools.partial(_fresh_state, cfg, engine), out_shardings=self.state_shardings)
         outputs = (self.state_shardings, self.slot, self.slot, self.slot)
-        self._generate = {
-            filtered: jax.jit(functools.partial(generate, cfg, engine, filtered), donate_argnums=1, out_shardings=outputs)
-            for filtered in (False, True)
-        }
+        self._generate = jax.jit(functools.partial(generate, cfg, engine), donate_argnums=1, out_shardings=outputs)
+        self._unforced = sharding.to_devices(np.full((engine.slots, engine.steps_per_dispatch), -1, np.int32), self.slot)
 
     def weights(self, params: Params) -> Params:
         """The rollout copy of the trainer's params: cast, unstacked, and laid out for decoding, in one program."""
@@ -233,14 +234,14 @@ class Engine:
             lengths[row] = len(context) - 1
         return self._prefill(params, *sharding.to_devices((tokens, lengths), self.slot))
 
-    def insert(self, state: DecodeState, prefix, source: np.ndarray, uids: np.ndarray, slots: dict[str, np.ndarray]):
+    def insert(self, state: DecodeState, prefix, source: np.ndarray, uids: np.ndarray, slots: dict[str, Any]):
         """`insert` with the random keys of `uids` [S] added to the per-slot fields."""
         source, uids, slots = sharding.to_devices((source, uids, slots), self.slot)
         return self._insert(state, prefix, source, {**slots, "seeds": self._seeds(uids)})
 
-    def generate(self, params: Params, state: DecodeState, filtered: bool):
-        """`generate` on this mesh: (state, tokens [S, steps], log-probs [S, steps], counts [S])."""
-        return self._generate[filtered](params, state)
+    def generate(self, params: Params, state: DecodeState, forced: np.ndarray | None = None):
+        """`generate` on this mesh, with forced [S, steps] or none: (state, tokens, log-probs, counts)."""
+        return self._generate(params, state, self._unforced if forced is None else sharding.to_devices(forced, self.slot))
 
     def keep(self, state: DecodeState, busy: np.ndarray) -> DecodeState:
         """Mark the slots where `busy` [S] is 0 as idle."""
@@ -279,5 +280,5 @@ def _fresh_state(cfg: ModelConfig, engine: EngineConfig) -> DecodeState:
         values=[jnp.zeros(shape, engine.dtype) for _ in range(cfg.num_layers)],
         tokens=integers, positions=integers, remaining=integers,
         seeds=jax.random.split(jax.random.key(0), slots),
-        temperature=floats, top_k=integers, top_p=floats, min_p=floats,
+        knobs=sampling.Knobs(temperature=floats, top_k=integers, top_p=floats, min_p=floats),
     )

@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 BLOCK = 256
 
 
-def keep_sorted(probs: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+@flax.struct.dataclass
+class Knobs:
+    """How each slot draws. A filter that is off leaves every probability exactly as it was."""
+
+    temperature: jax.Array  # [S] float32, 0 = greedy
+    top_k: jax.Array  # [S] int32, 0 or less = off
+    top_p: jax.Array  # [S] float32, 1 or more = off
+    min_p: jax.Array  # [S] float32, 0 = off
+
+    def filtered(self) -> jax.Array:
+        """Whether a slot draws from less than the whole distribution: bool [S]."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0))
+
+
+def keep_sorted(probs: jax.Array, knobs: Knobs) -> jax.Array:
     """Which of the probabilities, sorted from large to small, may be drawn: bool [S, V].
 
-    probs [S, V]; top_k [S] int32 (0 or less = all), then top_p [S] of what top_k left (the token that crosses
-    the threshold is kept, and the first always is), then min_p [S] relative to the largest.
+    probs [S, V], not necessarily normalised. top_k first, then top_p of what top_k left (the token that crosses
+    the threshold is kept, and the first always is), then min_p relative to the largest.
     """
     rank = jnp.arange(probs.shape[-1])
-    keep = (rank < top_k[:, None]) | (top_k[:, None] <= 0)
+    top_k, top_p = knobs.top_k[:, None], knobs.top_p[:, None]
+    keep = (rank < top_k) | (top_k <= 0)
     kept = jnp.where(keep, probs, 0.0)
     before = jnp.cumsum(kept, axis=-1) - kept
-    keep &= (before < top_p[:, None] * kept.sum(-1, keepdims=True)) | (rank == 0)
-    return keep & (probs >= min_p[:, None] * probs[:, :1])
+    keep &= (before < top_p * kept.sum(-1, keepdims=True)) | (rank == 0) | (top_p >= 1.0)
+    return keep & (probs >= knobs.min_p[:, None] * probs[:, :1])
+
+
+def allowed(mass: jax.Array, knobs: Knobs) -> jax.Array:
+    """Which tokens the filters leave, in the order of their ids: bool [S, V]; of equal ones the lower ids first."""
+    ids = jnp.broadcast_to(jnp.arange(mass.shape[-1]), mass.shape)
+    negative, order = jax.lax.sort((-mass, ids), num_keys=1, is_stable=True)
+    last = jnp.maximum(keep_sorted(-negative, knobs).sum(-1, keepdims=True) - 1, 0)
+    least = -jnp.take_along_axis(negative, last, axis=-1)
+    return (mass > least) | ((mass == least) & (ids <= jnp.take_along_axis(order, last, axis=-1)))
 
 
 def inverse_cdf(mass: jax.Array, uniform: jax.Array) -> jax.Array:
@@ -50,38 +75,26 @@ def _first_above(ends: jax.Array, mass: jax.Array, target: jax.Array) -> jax.Arr
 
 
 def draw(
-    logits: jax.Array,
-    keys: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    min_p: jax.Array,
-    *,
-    valid: int,
-    filtered: bool,
+    logits: jax.Array, uniform: jax.Array, forced: jax.Array, filters: jax.Array, knobs: Knobs, *, valid: int
 ) -> tuple[jax.Array, jax.Array]:
     """One token per slot and its log-prob under the tempered full softmax.
 
-    logits [S, V] float32; keys [S] typed keys, one uniform from each; temperature [S] (0 = the largest logit,
-    with the log-prob at temperature 1); ids from `valid` on are rows that the tokenizer does not know and are
-    never drawn; `filtered` compiles the sort that top_k, top_p and min_p [S] need. Returns int32 [S], float32 [S]
-    in nats.
+    logits [S, V] float32; uniform [S] in [0, 1); forced [S] int32 is the token to take, where it is not negative;
+    filters, bool scalar: whether any slot that counts is filtered (without one the sort is skipped); temperature 0
+    takes the largest logit, with the log-prob at temperature 1. Ids from `valid` on are rows that the tokenizer does
+    not know: they are never drawn, but belong to the full softmax. Returns int32 [S], float32 [S] in nats.
     """
-    greedy = temperature == 0.0
-    logits = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-    top = logits.max(-1, keepdims=True)
-    mass = jnp.exp(logits - top)
-    normalizer = jnp.log(mass.sum(-1)) + top[:, 0]
+    greedy = knobs.temperature == 0.0
     known = jnp.arange(logits.shape[-1]) < valid
-    mass = jnp.where(known, mass, 0.0)
-    uniform = jax.vmap(jax.random.uniform)(keys)
-    if filtered:
-        order = jnp.argsort(-mass, axis=-1, stable=True)
-        ranked = jnp.take_along_axis(mass, order, axis=-1)
-        ranked = jnp.where(keep_sorted(ranked, top_k, top_p, min_p), ranked, 0.0)
-        token = jnp.take_along_axis(order, inverse_cdf(ranked, uniform)[:, None], axis=-1)[:, 0]
-    else:
-        token = inverse_cdf(mass, uniform)
     best = jnp.argmax(jnp.where(known, logits, -jnp.inf), axis=-1)
-    token = jnp.where(greedy, best, token).astype(jnp.int32)
-    return token, jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - normalizer
+    top = jnp.take_along_axis(logits, best[:, None], axis=-1)
+    # Relative to the largest known logit: neither a tiny temperature nor a huge unknown row leaves no mass to draw.
+    scaled = (logits - top) / jnp.where(greedy, 1.0, knobs.temperature)[:, None]
+    mass = jnp.where(known, jnp.exp(scaled), 0.0)
+    normalizer = jnp.log(mass.sum(-1))
+    if valid < logits.shape[-1]:
+        normalizer = jnp.logaddexp(normalizer, jax.nn.logsumexp(scaled[:, valid:], axis=-1))
+    keep = jax.lax.cond(filters, allowed, lambda mass, _: jnp.ones(mass.shape, bool), mass, knobs)
+    token = jnp.where(greedy, best, inverse_cdf(jnp.where(keep, mass, 0.0), uniform))
+    token = jnp.where(forced >= 0, forced, token).astype(jnp.int32)
+    return token, jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - normalizer

@@ -1,13 +1,15 @@
 """The host side of sampling: requests wait in a queue, slots are refilled between dispatches.
 
 `submit` takes requests, `step` runs one dispatch and returns what finished, `abort` takes requests out with what
-they have drawn. Nothing here depends on time: the same requests in the same order give the same dispatches.
+they have drawn; an aborted request may be submitted again and goes on bit for bit as if it had never stopped.
+Nothing here depends on time: the same requests in the same order give the same dispatches.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -15,22 +17,31 @@ import numpy as np
 
 from rljax.sample import SamplingParams
 from rljax.sampler.engine import Engine
+from rljax.sampler.sampling import Knobs
 from rljax.types import Params
 
 FindStop = Callable[[Sequence[int], tuple[str, ...], int], "tuple[int, str] | None"]
+LEAST_TEMPERATURE = 1e-6  # below it the quotient overflows float32; 0 is greedy
+MOST_TOP_K = 2**31 - 1
+MOST_UID = 2**32 - 1  # the random key folds in 32 bits
 
 
 @dataclasses.dataclass
 class Request:
-    """One sequence to continue: `context` is the prompt and what an earlier part already drew."""
+    """One sequence: the prompt `context`, and `tokens` drawn so far, at most params.max_new_tokens.
+
+    Tokens that are there on submission are taken over and fed to the model again, before new ones are drawn; where
+    their log-probs are there they stay too, and those that are missing are filled in.
+    """
 
     uid: int
     context: list[int]
     params: SamplingParams
-    tokens: list[int] = dataclasses.field(default_factory=list)  # drawn here
+    tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)  # nats
     end_reason: str = ""  # stop, length, abort; "" while it runs
     text: str | None = None  # what stands before the stop string that ended it
+    taken: int = dataclasses.field(default=0, repr=False)  # tokens of this one that its slot has behind it
 
 
 class Scheduler:
@@ -46,20 +57,32 @@ class Scheduler:
         self.dispatches = self.drawn = self.slot_steps = self.shared_tokens = 0
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Append to the queue. ValueError where a context is empty or does not fit with its new tokens."""
+        """Append all to the queue, or none: ValueError, naming the request and the numbers, where a context is empty
+        or does not fit with its new tokens, a knob is out of range, or the uid is in flight already."""
+        requests = list(requests)
+        uids = {request.uid for request in [*self.queue, *self.slots] if request}
         for request in requests:
-            total = len(request.context) + request.params.max_new_tokens
-            if not request.context or request.params.max_new_tokens < 1:
-                raise ValueError(f"request {request.uid}: {len(request.context)} context tokens and "
-                                 f"max_new_tokens {request.params.max_new_tokens}; both must be at least 1")
-            if total > self.engine.config.cache_len:
-                raise ValueError(f"request {request.uid}: {len(request.context)} context + "
-                                 f"{request.params.max_new_tokens} new tokens exceed the cache of "
-                                 f"{self.engine.config.cache_len} (sampler.length_buckets)")
-            if request.params.stop and self.find_stop is None:
-                raise ValueError(f"request {request.uid} has stop strings, but the scheduler has no tokenizer")
-            self.engine.bucket(len(request.context))
-            self.queue.append(request)
+            _check_request(request)
+            self._check_fit(request)
+            if request.uid in uids:
+                raise ValueError(f"request {request.uid}: another with this uid is in flight; uids are unique")
+            uids.add(request.uid)
+        for request in requests:
+            request.end_reason, request.text, request.taken = "", None, 0
+        self.queue.extend(requests)
+
+    def _check_fit(self, request: Request) -> None:
+        context, new, cache = len(request.context), request.params.max_new_tokens, self.engine.config.cache_len
+        if context + new > cache:
+            raise ValueError(f"request {request.uid}: {context} context + {new} new tokens exceed the cache of {cache} "
+                             f"(sampler.length_buckets)")
+        if request.params.stop and self.find_stop is None:
+            raise ValueError(f"request {request.uid} has stop strings, but the scheduler has no tokenizer")
+        vocab = self.engine.cfg.vocab_size
+        least, most = min(*request.context, *request.tokens, 0), max(*request.context, *request.tokens, 0)
+        if least < 0 or most >= vocab:
+            raise ValueError(f"request {request.uid}: token {least if least < 0 else most} is none of the model's {vocab}")
+        self.engine.bucket(context)
 
     @property
     def busy(self) -> int:
@@ -71,20 +94,15 @@ class Scheduler:
         self._refill(params)
         if not any(self.slots):
             return []
-        filtered = any(slot and _filters(slot.params) for slot in self.slots)
-        self.state, *outputs = self.engine.generate(params, self.state, filtered)
-        tokens, logprobs, counts = jax.device_get(outputs)
+        self.state, *outputs = self.engine.generate(params, self.state, self._forced())
+        tokens, logprobs, counts = (part.tolist() for part in jax.device_get(outputs))
         self.dispatches += 1
-        self.slot_steps += int(counts.max()) * len(self.slots)
+        self.slot_steps += max(counts) * len(self.slots)
         finished, stopped = [], []
         for index, request in enumerate(self.slots):
             if request is None:
                 continue
-            count = int(counts[index])
-            self.drawn += count
-            request.tokens.extend(tokens[index, :count].tolist())
-            request.logprobs.extend(logprobs[index, :count].tolist())
-            request.end_reason = self._end_reason(request, count)
+            self._extend(request, tokens[index][: counts[index]], logprobs[index][: counts[index]])
             if request.end_reason:
                 finished.append(request)
                 self.slots[index] = None
@@ -115,14 +133,36 @@ class Scheduler:
             request.end_reason = "abort"
         return taken + waiting
 
-    def _end_reason(self, request: Request, new: int) -> str:
+    def _forced(self) -> np.ndarray | None:
+        """The tokens of the next dispatch that requests have already, [S, steps], -1 elsewhere; None without any."""
+        steps = self.engine.config.steps_per_dispatch
+        forced = None
+        for index, request in enumerate(self.slots):
+            if request and request.taken < len(request.tokens):
+                forced = np.full((len(self.slots), steps), -1, np.int32) if forced is None else forced
+                known = request.tokens[request.taken : request.taken + steps]
+                forced[index, : len(known)] = known
+        return forced
+
+    def _extend(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
+        """Add what a dispatch gave, less what the request had already, and say in `end_reason` if it ended."""
+        before, start = len(request.tokens), request.taken
+        request.tokens.extend(tokens[before - start :])
+        request.logprobs.extend(logprobs[len(request.logprobs) - start :])
+        request.taken += len(tokens)
+        self.drawn += len(request.tokens) - before
+        if len(request.tokens) > before:
+            request.end_reason = self._end_reason(request, before)
+        elif request.taken >= request.params.max_new_tokens:
+            request.end_reason = "length"
+
+    def _end_reason(self, request: Request, before: int) -> str:
         """Why the request ended ("" if it goes on). A stop string cuts what was drawn after it."""
-        before = len(request.tokens) - new
         if request.params.stop and (found := self.find_stop(request.tokens, request.params.stop, before)):
             count, request.text = found
             del request.tokens[count:], request.logprobs[count:]
             return "stop"
-        if request.tokens and request.tokens[-1] in self.engine.config.stop_ids:
+        if request.tokens[-1] in self.engine.config.stop_ids:
             return "stop"
         return "length" if len(request.tokens) >= request.params.max_new_tokens else ""
 
@@ -158,24 +198,40 @@ class Scheduler:
         """Prefill `contexts` and insert row r into the slots of members[r]."""
         count = len(self.slots)
         source, uids = np.full(count, -1, np.int32), np.zeros(count, np.uint32)
-        slots = {name: np.zeros(count, np.int32) for name in ("tokens", "positions", "remaining", "top_k")}
-        slots |= {name: np.zeros(count, np.float32) for name in ("temperature", "top_p", "min_p")}
+        tokens, positions, remaining = (np.zeros(count, np.int32) for _ in range(3))
+        knobs = Knobs(np.zeros(count, np.float32), np.zeros(count, np.int32), *np.zeros((2, count), np.float32))
         for row, entries in enumerate(members):
             self.shared_tokens += len(contexts[row]) * (len(entries) - 1)
             for index, request in entries:
                 p = request.params
                 source[index], uids[index] = row, request.uid
-                slots["tokens"][index] = request.context[-1]
-                slots["positions"][index] = len(request.context) - 1
-                slots["remaining"][index] = p.max_new_tokens
-                slots["temperature"][index], slots["top_k"][index] = p.temperature, p.top_k
-                slots["top_p"][index], slots["min_p"][index] = p.top_p, p.min_p
+                tokens[index], positions[index] = request.context[-1], len(request.context) - 1
+                remaining[index] = p.max_new_tokens
+                knobs.temperature[index], knobs.top_k[index] = p.temperature, p.top_k
+                knobs.top_p[index], knobs.min_p[index] = p.top_p, p.min_p
         prefix = self.engine.prefill(params, contexts)
+        slots = {"tokens": tokens, "positions": positions, "remaining": remaining, "knobs": knobs}
         self.state = self.engine.insert(self.state, prefix, source, uids, slots)
 
 
-def _filters(params: SamplingParams) -> bool:
-    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
+def _check_request(request: Request) -> None:
+    """Raise ValueError for what no engine can draw."""
+    uid, p = request.uid, request.params
+    if not request.context or p.max_new_tokens < 1:
+        raise ValueError(f"request {uid}: {len(request.context)} context tokens and max_new_tokens {p.max_new_tokens}; "
+                         f"both must be at least 1")
+    if not 0 <= uid <= MOST_UID:
+        raise ValueError(f"request {uid}: a uid is between 0 and {MOST_UID}")
+    if len(request.logprobs) > len(request.tokens) or len(request.tokens) > p.max_new_tokens:
+        raise ValueError(f"request {uid}: {len(request.logprobs)} log-probs for {len(request.tokens)} tokens, and "
+                         f"max_new_tokens {p.max_new_tokens}; each is at most the next")
+    if p.temperature != 0 and not LEAST_TEMPERATURE <= p.temperature < math.inf:
+        raise ValueError(f"request {uid}: temperature {p.temperature} is neither 0 (greedy) nor a number from "
+                         f"{LEAST_TEMPERATURE} on")
+    if not 0 < p.top_p <= 1 or not 0 <= p.min_p <= 1:
+        raise ValueError(f"request {uid}: top_p {p.top_p} must be above 0 and at most 1, min_p {p.min_p} from 0 to 1")
+    if not -1 <= p.top_k <= MOST_TOP_K:
+        raise ValueError(f"request {uid}: top_k {p.top_k} is neither -1 or 0 (off) nor from 1 to {MOST_TOP_K}")
 
 
 def complete(scheduler: Scheduler, params: Params, requests: Sequence[Request]) -> list[Request]:

@@ -1,0 +1,80 @@
+"""One tiny engine that the tests of sampler, rollout and evaluation share, and weights that write a given text."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from rljax import sharding
+from rljax.models import ModelConfig, Rope, decoder
+from rljax.sample import SamplingParams
+from rljax.sampler.engine import Engine, EngineConfig
+from rljax.sampler.scheduler import Request, Scheduler, complete
+
+VOCAB, KNOWN, STOP_IDS = 128, 120, (0, 1, 7, 106)
+CONFIG = ModelConfig(
+    model_type="llama", vocab_size=VOCAB, hidden_size=VOCAB, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    intermediate_size=32, norm_eps=1e-6, tied=False, max_position_embeddings=64, attention_scale=0.25,
+    windows=(0, 6), ropes=(Rope(1e4, 16),), rope_ids=(0, 0), initializer_range=0.15,
+)
+SHAPE = EngineConfig(slots=8, cache_len=48, prompt_buckets=(8, 16, 32), prefill_rows=4, steps_per_dispatch=4,
+                     stop_ids=STOP_IDS, vocab_known=KNOWN, seed=5)
+
+
+def one_device() -> Any:
+    return sharding.make_mesh(devices=jax.devices()[:1])
+
+
+@functools.cache
+def engine() -> Engine:
+    return Engine(CONFIG, SHAPE, one_device())
+
+
+@functools.cache
+def master(seed: int = 0) -> Any:
+    """Random float32 parameters in the trainer's form."""
+    return decoder.init(CONFIG, jax.random.key(seed))
+
+
+@functools.cache
+def weights(seed: int = 0) -> Any:
+    return engine().weights(master(seed))
+
+
+def table(logits: np.ndarray) -> Any:
+    """Weights whose next-token logits depend on the last token alone: logits [V, V], row = last token."""
+    width = np.sqrt(np.float32(VOCAB))  # the final norm makes this of a one-hot embedding
+    params = jax.tree.map(np.zeros_like, jax.device_get(master()))
+    params |= {"embed": np.eye(VOCAB, dtype=np.float32), "final_norm": np.ones(VOCAB, np.float32),
+               "lm_head": (logits.T / width).astype(np.float32)}
+    return engine().weights(params)
+
+
+def chain(*stream: int) -> Any:
+    """Weights that write `stream[1:]` after its first token, with certainty; other tokens repeat themselves."""
+    logits = np.full((VOCAB, VOCAB), -200.0, np.float32)
+    np.fill_diagonal(logits, 0.0)
+    for token, following in zip(stream, stream[1:], strict=False):
+        logits[token] = -200.0
+        logits[token, following] = 0.0
+    return table(logits)
+
+
+def draw(requests: list[Request], params: Any = None, scheduler: Scheduler | None = None) -> list[Request]:
+    scheduler = scheduler or Scheduler(engine())
+    return complete(scheduler, weights() if params is None else params, requests)
+
+
+def request(uid: int, length: int = 5, new: int = 10, **knobs: Any) -> Request:
+    """A request with a context of its own."""
+    context = np.random.default_rng(uid).integers(8, 100, length).tolist()
+    return Request(uid, context, SamplingParams(max_new_tokens=new, **knobs))
+
+
+def same(one: Request, other: Request) -> None:
+    """Bit for bit."""
+    assert one.tokens == other.tokens and one.logprobs == other.logprobs
+    assert (one.end_reason, one.text) == (other.end_reason, other.text)
