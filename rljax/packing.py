@@ -373,26 +373,3 @@ def _fill(samples: Sequence[PackItem], rows: list[list[int]], row_length: int) -
     for name, array in (*floats.items(), *extras.items()):
         array[masked if name in ("loss_weight", "advantages") else masked & ~np.isfinite(array)] = 0.0
     return PackedBatch(**integers, **floats, extras=extras)
-
-
-def unpack(
-    batches: Sequence[PackedBatch], values: Sequence[np.ndarray], samples: Sequence[PackItem]
-) -> list[np.ndarray]:
-    """What `pack` does to a per-token array, undone: for each sample, in order, its response tokens' values [m].
-
-    values: one [R, T] array for each of batches, which `pack` made of samples. Raises ValueError where numbers or
-    shapes disagree.
-    """
-    shapes = [np.shape(array) for array in values], [np.shape(batch.tokens) for batch in batches]
-    if shapes[0] != shapes[1]:
-        raise ValueError(f"values of shapes {shapes[0]} for micro-batches of shapes {shapes[1]}")
-    lengths = [len(sample.tokens) for sample in samples]
-    index = np.concatenate([np.zeros(0, np.int32), *(np.ravel(batch.sample_index) for batch in batches)])
-    if np.count_nonzero(index >= 0) != sum(lengths):
-        raise ValueError(f"the micro-batches hold {np.count_nonzero(index >= 0)} tokens, the samples {sum(lengths)}")
-    if not samples:
-        return []
-    flat = np.concatenate([np.ravel(array) for array in values])
-    order = np.argsort(index, kind="stable")[index.size - sum(lengths) :]
-    pieces = np.split(flat[order], np.cumsum(lengths)[:-1])
-    return [piece[sample.prompt_len :] for piece, sample in zip(pieces, samples)]

@@ -381,9 +381,9 @@ def test_wandb_must_be_there(monkeypatch):
 
 def test_row_buckets():
     loaded = config.load("quickstart.py", ["train.max_tokens_per_device=100"])
-    assert config.row_buckets(loaded) == (16, 32, 64, 100)
-    loaded.train.max_tokens_per_device = 64
-    assert config.row_buckets(loaded) == (16, 32, 64)
+    assert config.row_buckets(loaded) == (64, 100)
+    loaded.train.max_tokens_per_device = 256
+    assert config.row_buckets(loaded) == (64, 128, 256)
     loaded.train.max_tokens_per_device = 8
     assert config.row_buckets(loaded) == (8,)
     loaded.train.length_buckets = (24, 48)

@@ -336,19 +336,6 @@ def test_loss_and_its_parts_do_not_depend_on_packing():
         np.testing.assert_allclose(total, expected, rtol=1e-12)
 
 
-def test_unpack_gives_each_sample_its_response():
-    items = random_items(np.random.default_rng(7), [3, 9, 1, 16, 5, 5, 12, 2])
-    batches = packing.pack(items, buckets=(16,), max_tokens_per_device=16, data_shards=2)
-    assert len(batches) > 1
-    for item, values in zip(items, packing.unpack(batches, [batch.tokens for batch in batches], items), strict=True):
-        assert values.tolist() == item.tokens[item.prompt_len :].tolist()
-    assert packing.unpack([], [], []) == []
-    with pytest.raises(ValueError, match=r"shapes .*\(2, 3\).*\(2, 16\)"):
-        packing.unpack(batches[:1], [np.zeros((2, 3))], items)
-    with pytest.raises(ValueError, match="hold 53 tokens, the samples 50"):
-        packing.unpack(batches, [batch.tokens for batch in batches], items[1:])
-
-
 @pytest.mark.parametrize(
     ("items", "settings_", "words"),
     [
