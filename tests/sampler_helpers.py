@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import jax
@@ -78,3 +79,48 @@ def same(one: Request, other: Request) -> None:
     """Bit for bit."""
     assert one.tokens == other.tokens and one.logprobs == other.logprobs
     assert (one.end_reason, one.text) == (other.end_reason, other.text)
+
+
+class Scripted:
+    """Engine of the host's view alone: request `uid` writes `scripts[uid]`, then repeats itself; log-probs -0.5."""
+
+    def __init__(self, scripts, slots=4, stop_ids=(1,)):
+        self.config = EngineConfig(slots=slots, cache_len=4096, prompt_buckets=(1024,), prefill_rows=slots,
+                                   steps_per_dispatch=4, stop_ids=stop_ids, vocab_known=10**6)
+        self.cfg = types.SimpleNamespace(vocab_size=10**6)
+        self.scripts, self.uids, self.at = scripts, [None] * slots, np.zeros(slots, int)
+        self.remaining = np.zeros(slots, int)
+
+    def fresh_state(self):
+        return None
+
+    def bucket(self, length):
+        return 1024
+
+    def prefill(self, params, contexts):
+        return contexts
+
+    def insert(self, state, prefix, source, uids, slots):
+        for index in np.flatnonzero(source >= 0):
+            self.uids[index], self.at[index] = int(uids[index]), 0
+            self.remaining[index] = slots["remaining"][index]
+
+    def keep(self, state, busy):
+        self.remaining *= busy
+
+    def generate(self, params, state, forced=None):
+        slots, steps = self.config.slots, self.config.steps_per_dispatch
+        tokens, counts = np.zeros((slots, steps), np.int32), np.zeros(slots, np.int32)
+        for index in np.flatnonzero(self.remaining > 0):
+            script = self.scripts.get(self.uids[index], [2])
+            for step in range(steps):
+                if self.remaining[index] <= 0:
+                    break
+                token = script[self.at[index]] if self.at[index] < len(script) else script[-1]
+                if forced is not None and forced[index, step] >= 0:
+                    assert forced[index, step] == token
+                tokens[index, step] = token
+                self.at[index] += 1
+                self.remaining[index] = 0 if token in self.config.stop_ids else self.remaining[index] - 1
+                counts[index] += 1
+        return state, tokens, np.full((slots, steps), -0.5, np.float32), counts

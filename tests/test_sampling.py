@@ -1,4 +1,4 @@
-"""One draw: exact distributions, filters, ties, the padded vocabulary, extremes; the cases of top-k, top-p, log-prob."""
+"""One draw: distributions, filters, ties, the padded vocabulary, extremes; the cases of top-k, top-p and log-prob."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def test_filters_against_a_plain_loop(seed, top_k, top_p, min_p):
     assert kept(probs, top_k=top_k, top_p=top_p, min_p=min_p)[0] == sorted(expected)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 0.6, "top_k": 6}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 0.6, "top_k": 6}], ids=str)
 def test_chi_square_of_200_000_draws(filters):
     rng = np.random.default_rng(1)
     logits = np.round(rng.normal(size=12) * 1.5, 2)

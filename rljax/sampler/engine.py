@@ -163,10 +163,8 @@ def generate(cfg: ModelConfig, engine: EngineConfig, params: Params, state: Deco
         busy = state.remaining > 0
         state, logits = decode_step(cfg, engine.dtype, params, state)
         keys = jax.vmap(jax.random.fold_in)(state.seeds, state.positions + 1)
-        token, logp = sampling.draw(
-            logits, jax.vmap(jax.random.uniform)(keys), forced[:, i], (busy & state.knobs.filtered()).any(), state.knobs,
-            valid=engine.vocab_known,
-        )
+        uniform, filters = jax.vmap(jax.random.uniform)(keys), (busy & state.knobs.filtered()).any()
+        token, logp = sampling.draw(logits, uniform, forced[:, i], filters, state.knobs, valid=engine.vocab_known)
         ended = (forced[:, i] < 0) & (token[:, None] == stop_ids[None, :]).any(-1)
         state = state.replace(
             tokens=jnp.where(busy, token, state.tokens),
@@ -206,7 +204,8 @@ class Engine:
         self._fresh = jax.jit(functools.partial(_fresh_state, cfg, engine), out_shardings=self.state_shardings)
         outputs = (self.state_shardings, self.slot, self.slot, self.slot)
         self._generate = jax.jit(functools.partial(generate, cfg, engine), donate_argnums=1, out_shardings=outputs)
-        self._unforced = sharding.to_devices(np.full((engine.slots, engine.steps_per_dispatch), -1, np.int32), self.slot)
+        unforced = np.full((engine.slots, engine.steps_per_dispatch), -1, np.int32)
+        self._unforced = sharding.to_devices(unforced, self.slot)
 
     def weights(self, params: Params) -> Params:
         """The rollout copy of the trainer's params: cast, unstacked, and laid out for decoding, in one program."""
@@ -241,7 +240,8 @@ class Engine:
 
     def generate(self, params: Params, state: DecodeState, forced: np.ndarray | None = None):
         """`generate` on this mesh, with forced [S, steps] or none: (state, tokens, log-probs, counts)."""
-        return self._generate(params, state, self._unforced if forced is None else sharding.to_devices(forced, self.slot))
+        forced = self._unforced if forced is None else sharding.to_devices(forced, self.slot)
+        return self._generate(params, state, forced)
 
     def keep(self, state: DecodeState, busy: np.ndarray) -> DecodeState:
         """Mark the slots where `busy` [S] is 0 as idle."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -23,28 +25,57 @@ class Knobs:
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0))
 
 
-def keep_sorted(probs: jax.Array, knobs: Knobs) -> jax.Array:
-    """Which of the probabilities, sorted from large to small, may be drawn: bool [S, V].
-
-    probs [S, V], not necessarily normalised. top_k first, then top_p of what top_k left (the token that crosses
-    the threshold is kept, and the first always is), then min_p relative to the largest.
-    """
-    rank = jnp.arange(probs.shape[-1])
-    top_k, top_p = knobs.top_k[:, None], knobs.top_p[:, None]
-    keep = (rank < top_k) | (top_k <= 0)
-    kept = jnp.where(keep, probs, 0.0)
-    before = jnp.cumsum(kept, axis=-1) - kept
-    keep &= (before < top_p * kept.sum(-1, keepdims=True)) | (rank == 0) | (top_p >= 1.0)
-    return keep & (probs >= knobs.min_p[:, None] * probs[:, :1])
-
-
 def allowed(mass: jax.Array, knobs: Knobs) -> jax.Array:
-    """Which tokens the filters leave, in the order of their ids: bool [S, V]; of equal ones the lower ids first."""
-    ids = jnp.broadcast_to(jnp.arange(mass.shape[-1]), mass.shape)
-    negative, order = jax.lax.sort((-mass, ids), num_keys=1, is_stable=True)
-    last = jnp.maximum(keep_sorted(-negative, knobs).sum(-1, keepdims=True) - 1, 0)
-    least = -jnp.take_along_axis(negative, last, axis=-1)
-    return (mass > least) | ((mass == least) & (ids <= jnp.take_along_axis(order, last, axis=-1)))
+    """Which tokens the filters leave: bool [S, V].
+
+    mass [S, V] float32, at least 0, not normalised. top_k first, then top_p of what top_k left (the token that crosses
+    the threshold is kept, and the first always is), then min_p relative to the largest. Of equal tokens, those with
+    lower ids come first. Thresholds are found by bisection, which on a CPU takes a tenth of the time of a sort.
+    """
+    bits = jax.lax.bitcast_convert_type(mass, jnp.int32)  # ordered as the floats are, denormal ones too
+    by_k, by_p = knobs.top_k > 0, knobs.top_p < 1.0
+
+    def count_above(least):
+        return (bits > least[:, None]).sum(-1)
+
+    def mass_above(least):
+        return jnp.where(bits > least[:, None], mass, 0.0).sum(-1)
+
+    count = jnp.where(by_k, jnp.minimum(knobs.top_k, mass.shape[-1]), mass.shape[-1])
+    least = jnp.where(by_k, _bisect(by_k, bits, lambda at: count_above(at - 1) >= count), 0)
+    most = count - count_above(least)  # how many of those equal to the threshold
+    value = jax.lax.bitcast_convert_type(least, jnp.float32)
+    goal = knobs.top_p * (mass_above(least) + jnp.where(by_k, most, 0) * value)
+    least_p = _bisect(by_p, bits, lambda at: mass_above(at - 1) >= goal)
+    higher = by_p & (least_p > least)
+    least = jnp.where(higher, least_p, least)
+    value = jax.lax.bitcast_convert_type(least, jnp.float32)
+    most = jnp.where(higher, mass.shape[-1], most)
+    needed = jnp.ceil((goal - mass_above(least)) / jnp.where(value > 0, value, 1.0))
+    most = jnp.where(by_p, jnp.clip(needed, 1, most.astype(jnp.float32)).astype(jnp.int32), most)
+    keep = (bits > least[:, None]) | _first(bits == least[:, None], most)
+    return keep & (mass >= (knobs.min_p * mass.max(-1))[:, None])
+
+
+def _bisect(wanted: jax.Array, bits: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The largest threshold up to the largest of `bits` [S, V] that is `enough`: int32 [S]. 0 is enough, and what is
+    below an enough one; where no slot is `wanted`, nothing is looked for."""
+
+    def halve(_, ends):
+        low, high = ends
+        middle = low + (high - low + 1) // 2
+        good = enough(middle)
+        return jnp.where(good, middle, low), jnp.where(good, high, middle - 1)
+
+    steps = jnp.where(wanted.any(), 31, 0)
+    highest = bits.max(-1)
+    return jax.lax.fori_loop(0, steps, halve, (jnp.zeros_like(highest), highest))[0]
+
+
+def _first(equal: jax.Array, most: jax.Array) -> jax.Array:
+    """The first `most` [S] of the true entries of `equal` [S, V]."""
+    crowded = (equal.sum(-1) > most).any()
+    return jax.lax.cond(crowded, lambda: equal & (jnp.cumsum(equal, axis=-1) <= most[:, None]), lambda: equal)
 
 
 def inverse_cdf(mass: jax.Array, uniform: jax.Array) -> jax.Array:
@@ -80,14 +111,14 @@ def draw(
     """One token per slot and its log-prob under the tempered full softmax.
 
     logits [S, V] float32; uniform [S] in [0, 1); forced [S] int32 is the token to take, where it is not negative;
-    filters, bool scalar: whether any slot that counts is filtered (without one the sort is skipped); temperature 0
+    filters, bool scalar: whether any slot that counts is filtered (without one they are skipped); temperature 0
     takes the largest logit, with the log-prob at temperature 1. Ids from `valid` on are rows that the tokenizer does
     not know: they are never drawn, but belong to the full softmax. Returns int32 [S], float32 [S] in nats.
     """
     greedy = knobs.temperature == 0.0
     known = jnp.arange(logits.shape[-1]) < valid
-    best = jnp.argmax(jnp.where(known, logits, -jnp.inf), axis=-1)
-    top = jnp.take_along_axis(logits, best[:, None], axis=-1)
+    candidates = jnp.where(known, logits, -jnp.inf)
+    top = candidates.max(-1, keepdims=True)
     # Relative to the largest known logit: neither a tiny temperature nor a huge unknown row leaves no mass to draw.
     scaled = (logits - top) / jnp.where(greedy, 1.0, knobs.temperature)[:, None]
     mass = jnp.where(known, jnp.exp(scaled), 0.0)
@@ -95,6 +126,8 @@ def draw(
     if valid < logits.shape[-1]:
         normalizer = jnp.logaddexp(normalizer, jax.nn.logsumexp(scaled[:, valid:], axis=-1))
     keep = jax.lax.cond(filters, allowed, lambda mass, _: jnp.ones(mass.shape, bool), mass, knobs)
+    # On a CPU the index of the largest takes as long as the rest: only where it is asked for.
+    best = jax.lax.cond(greedy.any(), lambda x: x.argmax(-1), lambda x: jnp.zeros(len(x), jnp.int32), candidates)
     token = jnp.where(greedy, best, inverse_cdf(jnp.where(keep, mass, 0.0), uniform))
     token = jnp.where(forced >= 0, forced, token).astype(jnp.int32)
     return token, jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - normalizer

@@ -81,7 +81,8 @@ class Scheduler:
         vocab = self.engine.cfg.vocab_size
         least, most = min(*request.context, *request.tokens, 0), max(*request.context, *request.tokens, 0)
         if least < 0 or most >= vocab:
-            raise ValueError(f"request {request.uid}: token {least if least < 0 else most} is none of the model's {vocab}")
+            bad = least if least < 0 else most
+            raise ValueError(f"request {request.uid}: token {bad} is none of the model's {vocab}")
         self.engine.bucket(context)
 
     @property
