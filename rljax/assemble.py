@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
+import math
 import os
 import pathlib
 from typing import Any
@@ -14,22 +16,28 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from rljax import models, sharding, tokenizer
+from rljax import algorithms, checkpoint, models, sharding, tokenizer
+from rljax import config as configs
 from rljax.config_rules import max_prompt_len, row_buckets
 from rljax.data import PromptSource
 from rljax.evaluate import EvalSet
 from rljax.models import ModelConfig
-from rljax.optimizer import OptimizerConfig
+from rljax.optimizer import OptimizerConfig, make_optimizer
 from rljax.rewards.pool import RewardPool
 from rljax.sample import SamplingParams
 from rljax.sampler.engine import Engine, EngineConfig
 from rljax.sampler.scheduler import Scheduler
 from rljax.trainer import LossConfig, Trainer
-from rljax.types import Params
+from rljax.types import Params, TrainState
 
+log = logging.getLogger(__name__)
 MOST_SLOTS = 512
 CACHE_SHARE = 0.25  # of a device's memory, for the sampler's cache
 PREFILL_TOKENS = 2048  # of one prefill program, where sampler.prefill_rows is auto
+PEAKS = {  # part of a device kind -> bfloat16 operations per second, dense, by the makers; the first that fits counts
+    "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12, "A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12,
+}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -44,30 +52,126 @@ class Parts:
     source: PromptSource
     eval_sets: list[EvalSet]
     sampling: SamplingParams
+    estimator: algorithms.Estimator
     num_rollouts: int
     updates_per_rollout: int
+    state_shapes: TrainState  # leaves have shape and dtype only
+    flops_per_token: float  # of training, see `flops_per_token`
+    peak_flops: float | None  # of one device, None where it is not known
 
 
 def build(config: ConfigDict) -> Parts:
-    """All parts but weights and reward workers; reads data and tokenizer, so bad input is found here."""
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    """All parts but weights and reward workers; reads data and tokenizer first, so bad input is found here."""
+    estimator = algorithms.find(config.algo.advantage_estimator)
     cfg = models.load_config(config.model.path)
+    check_reference(config, cfg)
     tok = tokenizer.load(config.model.path, json.loads(config.model.chat_template_kwargs))
     source = prompt_source(config, tok, config.data.prompt_data, shuffle=config.data.shuffle)
+    if config.algo.advantage_estimator == "sft":
+        check_labels(config, tok, source)
     eval_sets = [eval_set(config, tok, entry) for entry in config.eval.data]
     num_rollouts = config.rollout.num_rollouts
     if config.rollout.num_epochs:
         num_rollouts = max(1, config.rollout.num_epochs * source.num_rows // config.rollout.batch_size)
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     updates = samples // (config.train.global_batch_size or samples)
+    optim = optimizer_config(config, num_rollouts * updates)
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     sampling = sampling_params(config, config.rollout, config.rollout.max_response_len)
-    trainer = Trainer(
-        cfg, mesh, loss_config(config), optimizer_config(config, num_rollouts * updates), config.optim.clip_grad
-    )
+    trainer = Trainer(cfg, mesh, loss_config(config), optim, config.optim.clip_grad)
     longest = max_prompt_len(config) + max([sampling.max_new_tokens, *(s.sampling.max_new_tokens for s in eval_sets)])
     engine = Engine(cfg, engine_config(config, cfg, tok, mesh, longest), mesh)
     scheduler = Scheduler(engine, functools.partial(tokenizer.find_stop, tok))
-    return Parts(tok, mesh, trainer, engine, scheduler, source, eval_sets, sampling, num_rollouts, updates)
+    return Parts(
+        tok, mesh, trainer, engine, scheduler, source, eval_sets, sampling, estimator, num_rollouts, updates,
+        state_shapes(cfg, optim), flops_per_token(cfg), peak_flops(jax.devices()[0].device_kind),
+    )
+
+
+def state_shapes(cfg: ModelConfig, optim: OptimizerConfig) -> TrainState:
+    """The train state as shapes and dtypes: what a checkpoint is restored into, without making one first."""
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), models.specs(cfg),
+        is_leaf=lambda leaf: hasattr(leaf, "axes"),
+    )
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    return TrainState(scalar, params, jax.eval_shape(make_optimizer(optim, params).init, params), scalar)
+
+
+def flops_per_token(cfg: ModelConfig) -> float:
+    """6 x the parameters of the matrices that one token meets (forward 2, backward 4): the head once, the looked-up
+    embedding not, of experts those that a token is sent to. Attention over the context is left out."""
+    flat = jax.tree_util.tree_flatten_with_path(models.specs(cfg), is_leaf=lambda leaf: hasattr(leaf, "axes"))[0]
+    matrices = 0.0
+    for path, leaf in flat:
+        if leaf.init != "normal" or (path[-1].key == "embed" and not cfg.tied):
+            continue
+        used = cfg.experts_per_token / cfg.num_experts if "experts" in leaf.axes else 1.0
+        matrices += math.prod(leaf.shape) * used
+    return 6.0 * matrices
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 operations per second of one device; None for a kind that PEAKS does not know."""
+    return next((peak for name, peak in PEAKS.items() if name in device_kind), None)
+
+
+def check_labels(config: ConfigDict, tok: tokenizer.Tokenizer, source: PromptSource) -> None:
+    """ValueError for a row whose label cannot be a supervised response: no text, or longer than max_response_len."""
+    place = source.state()
+    limit = config.rollout.max_response_len
+    for sample in source.take(source.num_rows):
+        if not isinstance(sample.label, str):
+            raise ValueError(f"{config.data.prompt_data}: supervised data needs text labels; the prompt "
+                             f"{sample.prompt!r} has {sample.label!r}")
+        try:
+            length = len(tok.encode(sample.label)) + (tok.hf.eos_token_id is not None)
+        except ValueError as error:
+            raise ValueError(f"{config.data.prompt_data}: the label of {sample.prompt!r}: {error}") from error
+        if length > limit:
+            raise ValueError(f"{config.data.prompt_data}: the label of the prompt {sample.prompt!r} has {length} "
+                             f"tokens with its end token, above rollout.max_response_len {limit}")
+    source.restore(place)
+
+
+def starting_checkpoint(config: ConfigDict, run_dir: pathlib.Path) -> pathlib.Path | None:
+    """The checkpoint that a run in `run_dir` goes on from, None for a new run.
+
+    The run's own newest one comes first, also where checkpoint.load names another: so the same command continues a
+    run that was interrupted. Raises ValueError where the directory belongs to a run of another config, where
+    checkpoint.load = none meets a run, and where it names a place without a whole checkpoint.
+    """
+    load, own = config.checkpoint.load, checkpoint.newest(checkpoint_dir(config, run_dir))
+    _refuse_other_config(config, run_dir, own)
+    recorded = [run_dir / name for name in ("metrics.jsonl", "samples.jsonl")]
+    if load == "none" and (own or any(file.exists() and file.stat().st_size for file in recorded)):
+        raise ValueError(f"checkpoint.load = none, but {own or run_dir} holds a run, whose record and checkpoints "
+                         f"would be overwritten: choose another log.dir, or delete that one")
+    if own is not None or load in ("auto", "none"):
+        return own
+    folder = checkpoint.newest(pathlib.Path(load).expanduser())
+    if folder is None:
+        raise ValueError(f"checkpoint.load = {load!r}: there is no whole checkpoint in it; expected a run's directory, "
+                         f"its checkpoints, or one of them")
+    for change in configs.diff(checkpoint.read_host(folder)["config"], config.to_dict()):
+        log.info("a new run from %s, whose config differs: %s", folder, change)
+    return folder
+
+
+def _refuse_other_config(config: ConfigDict, run_dir: pathlib.Path, own: pathlib.Path | None) -> None:
+    """ValueError naming each knob that differs from the run's and may not."""
+    saved = {}
+    if (file := run_dir / "config.json").exists():
+        try:
+            saved[run_dir] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file}: cannot be read: {error}") from error
+    if own is not None:
+        saved[own] = checkpoint.read_host(own)["config"]
+    for place, before in saved.items():
+        if changed := configs.diff(before, config.to_dict()):
+            raise ValueError(f"{place} is of a run with another config; choose another log.dir, or set back "
+                             + ", and ".join(changed))
 
 
 def compute_dtype(name: str) -> Any:
@@ -143,7 +247,8 @@ def engine_config(config: ConfigDict, cfg: ModelConfig, tok: tokenizer.Tokenizer
     slots = sampler.slots or _multiple(min(samples, MOST_SLOTS, max(room, shards)), shards)
     buckets = tuple(b for b in sampler.prompt_buckets if b < max_prompt_len(config))
     buckets += (next(b for b in sampler.prompt_buckets if b >= max_prompt_len(config)),)
-    rows = sampler.prefill_rows or _multiple(min(config.rollout.batch_size, max(1, PREFILL_TOKENS // buckets[0])), shards)
+    rows = min(config.rollout.batch_size, max(1, PREFILL_TOKENS // buckets[0]))
+    rows = sampler.prefill_rows or _multiple(rows, shards)
     return EngineConfig(
         slots=slots, cache_len=fitting[0], prompt_buckets=buckets, prefill_rows=rows,
         steps_per_dispatch=sampler.steps_per_dispatch,
@@ -164,19 +269,41 @@ def device_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
 
 
-def initial_params(config: ConfigDict, trainer: Trainer, path: str) -> Params:
-    """Float32 weights in the trainer's layout: of `path`, or new ones where model.init is random."""
+def initial_params(config: ConfigDict, trainer: Trainer) -> Params:
+    """Float32 weights in the trainer's layout: of model.path, or new ones where model.init is random."""
     if config.model.init == "random":
         fresh = jax.jit(functools.partial(models.init, trainer.cfg), out_shardings=trainer.shardings)
         return fresh(jax.random.key(config.train.seed))
-    return models.load(path, shardings=trainer.shardings)[1]
+    return models.load(config.model.path, shardings=trainer.shardings)[1]
+
+
+def reference_params(config: ConfigDict, trainer: Trainer) -> Params:
+    """Frozen weights of the KL: those of model.ref_path, or those that the run started with."""
+    if not config.model.ref_path:
+        return initial_params(config, trainer)
+    return models.load(config.model.ref_path, shardings=trainer.shardings)[1]
+
+
+def check_reference(config: ConfigDict, cfg: ModelConfig) -> None:
+    """ValueError where model.ref_path is a model of another kind than the policy: one program scores both."""
+    if not config.model.ref_path:
+        return
+    reference = models.load_config(config.model.ref_path)
+    for field in dataclasses.fields(ModelConfig):
+        ours, theirs = getattr(cfg, field.name), getattr(reference, field.name)
+        if ours != theirs and field.compare and field.name != "max_position_embeddings":
+            raise ValueError(f"model.ref_path {config.model.ref_path!r} is another kind of model than model.path "
+                             f"{config.model.path!r}: {field.name} is {theirs!r} there and {ours!r} here")
 
 
 def reward_pool(config: ConfigDict) -> RewardPool:
-    """Stage 3's workers."""
+    """Stage 3's workers. ValueError naming reward.type where none can start."""
     r = config.reward
-    return RewardPool(r.type, workers=r.workers, timeout_s=r.timeout_s, memory_mb=r.memory_mb, fallback=r.fallback,
-                      key=r.key)
+    try:
+        return RewardPool(r.type, workers=r.workers, timeout_s=r.timeout_s, memory_mb=r.memory_mb,
+                          fallback=r.fallback, key=r.key)
+    except ValueError as error:
+        raise ValueError(f"reward.type = {r.type!r}: {error}") from error
 
 
 def pack_shapes(config: ConfigDict, trainer: Trainer) -> dict[str, Any]:

@@ -4,70 +4,139 @@
 --config.SECTION.KEY=V   one knob
 --print_config           show the resolved config and stop
 --explain METRIC         what a metric means and where it is healthy
+
+A run whose log.dir exists goes on from its newest checkpoint. SIGTERM or Ctrl-C saves and ends; Ctrl-C again ends at
+once. Exit status: 0 done or saved on request, 1 failed while running, 2 bad input, 130 ended by a second Ctrl-C.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
 import pathlib
+import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ml_collections import ConfigDict
 
 from rljax import config as configs
 from rljax import metric_names
+
+if TYPE_CHECKING:
+    from rljax.loop import Loop
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would say at every start that torch is missing
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 done or stopped by SIGTERM with everything saved, 1 failed while running, 2 bad input."""
+    """Do what the arguments say; returns the exit status (see the module's text)."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("rljax").setLevel(logging.INFO)
+    # orbax logs a failed save about ten times, with stacks; `checkpoint.Checkpoints` reports it once.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
-        name, overrides, rest = configs.parse(argv)
-        if "--help" in rest or "-h" in rest:
-            print(__doc__.strip())
-            return 0
-        if rest[:1] == ["--explain"] and len(rest) == 2:
-            print(metric_names.explain(rest[1]))
-            return 0
-        if rest not in ([], ["--print_config"]):
-            raise ValueError(f"unknown arguments {' '.join(rest)}; see --help")
-        config = configs.load(name, overrides)
-        if rest:
-            print(configs.resolved(config), end="")
-            return 0
-        return run(config, pathlib.Path(name.rpartition("/")[2].partition(":")[0]).stem)
+        config, name = _config(argv)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _fail(error, 2)
+    try:
+        return 0 if config is None else run(config, name)
+    except KeyboardInterrupt:
+        return _fail("ended at once, without saving", 130)
 
 
-def run(config, name: str) -> int:
-    """Check everything, then train. ValueError for bad input, before any device work."""
-    import jax  # after the arguments are known to be good: it takes seconds, and the devices
+def _config(argv: list[str]) -> tuple[ConfigDict | None, str]:
+    """The config that the arguments ask for and the name of its file; None where they ask for a text, now printed."""
+    name, overrides, rest = configs.parse(argv)
+    if "--help" in rest or "-h" in rest:
+        print(__doc__.strip())
+    elif rest[:1] == ["--explain"] and len(rest) == 2:
+        print(metric_names.explain(rest[1]))
+    elif rest == ["--print_config"]:
+        print(configs.resolved(configs.load(name, overrides)), end="")
+    elif rest:
+        raise ValueError(f"unknown arguments {' '.join(rest)}; knobs are set by --config.SECTION.KEY=VALUE, and --help "
+                         f"shows the rest")
+    else:
+        return configs.load(name, overrides), pathlib.Path(name.rpartition("/")[2].partition(":")[0]).stem
+    return None, name
+
+
+def _fail(error: Exception | str, status: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return status
+
+
+def run(config: ConfigDict, name: str) -> int:
+    """Check everything, then train; returns the exit status."""
+    with contextlib.ExitStack() as stack:
+        try:
+            training = prepare(config, name, stack, stack.enter_context(Stop()))
+        except (ValueError, OSError) as error:
+            return _fail(error, 2)
+        from rljax import loop
+
+        started = time.monotonic()
+        try:
+            training.run()
+        except loop.NonFinite as error:
+            return _fail(error, 1)
+        except OSError as error:
+            return _fail(f"{error}; once that is mended, the same command with "
+                         f"--config.log.dir={training.run_dir} goes on", 1)
+    _closing(config, training, time.monotonic() - started)
+    return 0
+
+
+def prepare(config: ConfigDict, name: str, stack: contextlib.ExitStack, stopping: Callable[[], bool]) -> Loop:
+    """The run, ready to start; `stack` ends its reward workers. ValueError or OSError for bad input."""
+    import jax  # after the arguments are known to be good: it takes seconds
 
     from rljax import assemble, loop
 
+    pool = stack.enter_context(assemble.reward_pool(config))  # before there are devices and their threads
     _compilation_cache(jax)
     configs.validate(config, jax.device_count())
-    run_dir = _run_dir(config, name)
-    stopping = loop.on_sigterm()
+    run_dir = pathlib.Path(config.log.dir.format(config=name, time=time.strftime("%Y%m%d-%H%M%S"))).expanduser()
+    start = assemble.starting_checkpoint(config, run_dir)
     parts = assemble.build(config)
-    with assemble.reward_pool(config) as pool:
+    try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.json").write_text(configs.resolved(config), encoding="utf-8")
-        started = time.monotonic()
-        training = loop.Loop(config, run_dir, parts, pool, stopping)
-        try:
-            training.run()
-        except (OSError, loop.NonFinite) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    _closing(config, run_dir, training, time.monotonic() - started)
-    return 0
+    except OSError as error:
+        raise ValueError(f"log.dir = {str(run_dir)!r}: cannot be made: {error}") from error
+    training = loop.Loop(config, run_dir, parts, pool, stopping, start)
+    written = run_dir / "config.json.tmp"
+    written.write_text(configs.resolved(config), encoding="utf-8")
+    os.replace(written, run_dir / "config.json")  # last: bad input must not leave a directory that refuses the next try
+    return training
+
+
+class Stop:
+    """Whether SIGTERM or Ctrl-C has asked the run to save and end; Ctrl-C after that raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Stop:
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def _ask(self, number: int, _: object) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self.asked:  # not print: the signal may have come inside one
+            os.write(2, b"\nasked to stop: saving and ending; Ctrl-C (again) ends at once\n")
+        self.asked = True
 
 
 def _compilation_cache(jax) -> None:
@@ -76,37 +145,33 @@ def _compilation_cache(jax) -> None:
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path("~/.cache/rljax/xla").expanduser()))
 
 
-def _run_dir(config, name: str) -> pathlib.Path:
-    """log.dir with {config} and {time} filled in; a directory of another config is refused, naming each knob."""
-    run_dir = pathlib.Path(config.log.dir.format(config=name, time=time.strftime("%Y%m%d-%H%M%S"))).expanduser()
-    saved = run_dir / "config.json"
-    if saved.exists():
-        changed = configs.diff(json.loads(saved.read_text(encoding="utf-8")), config.to_dict())
-        if changed:
-            raise ValueError(f"{run_dir} is a run of another config; choose another log.dir, or set back:\n  "
-                             + "\n  ".join(changed))
-    return run_dir
-
-
-def _closing(config, run_dir: pathlib.Path, training, seconds: float) -> None:
+def _closing(config: ConfigDict, training: Loop, seconds: float) -> None:
     """The curve, the table of what came out, and what to try next."""
     from rljax import metrics, plots
 
-    curve = run_dir / "reward.png"
-    rows = [("after", f"{training.progress.rollouts} of {training.parts.num_rollouts} rollouts, {seconds:.0f} s")]
-    if config.log.jsonl:
-        first, last = plots.first_and_last(run_dir)
-        rows += [(key, f"{first[key]:.3f} -> {last[key]:.3f}") for key in first]
-        plots.reward_curve([run_dir], curve)
-        rows.append(("reward curve", str(curve)))
-    rows += [
-        ("checkpoint", str(training.checkpoints.directory / str(training.progress.rollouts))),
-        ("samples", str(run_dir / "samples.jsonl")),
-        ("TensorBoard", f"tensorboard --logdir {os.environ.get('TENSORBOARD_DIR') or run_dir / 'tensorboard'}"),
-        ("next", f"python -m rljax.report {run_dir}"),
-    ]
+    run_dir, done = training.run_dir, training.progress.rollouts
+    rows = [("after", f"{done} of {training.parts.num_rollouts} rollouts, {seconds:.0f} s")]
+    first, last = plots.first_and_last(run_dir) if config.log.jsonl else ({}, {})
+    rows += [(key, f"{first[key]:.3f} -> {last[key]:.3f}") for key in first]
+    if first:
+        plots.reward_curve([run_dir], run_dir / "reward.png")
+        rows.append(("reward curve", str(run_dir / "reward.png")))
+    rows.append(("checkpoint", str(training.checkpoints.directory / str(done))))
+    if config.log.samples:
+        rows.append(("samples", str(run_dir / "samples.jsonl")))
+    if config.log.tensorboard:
+        folder = os.environ.get("TENSORBOARD_DIR") or run_dir / "tensorboard"
+        rows.append(("TensorBoard", f"tensorboard --logdir {folder}"))
+    if not training.finished:
+        rows.append(("to go on", f"the same command with --config.log.dir={run_dir}"))
+    elif config.log.jsonl:
+        rows.append(("next", f"python -m rljax.report {run_dir}"))
     print(metrics.summary(rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    if status == 1:  # everything is closed; the threads of a writer whose disk is full would add their stacks
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
-import signal
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,14 +12,14 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from rljax import algorithms, assemble, evaluate, hub, losses, models, packing, sharding
+from rljax import algorithms, assemble, checkpoint, evaluate, hub, losses, models, packing, sharding
 from rljax.checkpoint import Checkpoints
 from rljax.metrics import Pending, Recorder, Timers, masked_mean
 from rljax.rewards.pool import RewardPool
 from rljax.rollout import Interrupted, Rollout, from_labels, make_group, summarize
 from rljax.sample import Sample
 from rljax.trainer import finish_metrics
-from rljax.types import PackedBatch, Params, TrainState
+from rljax.types import PackedBatch, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +36,7 @@ class Progress:
     groups: int = 0  # prompt instances handed out
     updates: int = 0  # train/step
     evaluated: int = -1  # rollouts after which the last evaluation took place
+    exported: int = -1  # and the last export as a Hugging Face folder
     source: dict[str, Any] = dataclasses.field(default_factory=dict)
     record: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -46,19 +45,20 @@ class Loop:
     """One run. `stopping` is asked between dispatches and rollouts; once True, the run saves and ends."""
 
     def __init__(self, config: ConfigDict, run_dir: pathlib.Path, parts: assemble.Parts, pool: RewardPool,
-                 stopping: Callable[[], bool]):
+                 stopping: Callable[[], bool], start: pathlib.Path | None):
+        """`start`: the checkpoint to go on from (`assemble.starting_checkpoint`), None for a new run."""
         self.config, self.run_dir, self.parts, self.stopping = config, run_dir, parts, stopping
         self.pool, self.trainer = pool, parts.trainer
         self.timers, self.compiles = Timers(), CompileCounter()
         self.rollout = Rollout(parts.scheduler, parts.tokenizer, pool, self.timers, stopping)
-        self.estimator = algorithms.find(config.algo.advantage_estimator)
         self.supervised = config.algo.advantage_estimator == "sft"
         self.on_policy = parts.updates_per_rollout == 1 and config.algo.old_logprobs == "trainer"
         self.checkpoints = Checkpoints(assemble.checkpoint_dir(config, run_dir), keep=config.checkpoint.keep,
                                        async_save=config.checkpoint.async_save)
-        self.progress = Progress()
-        self.state = self._start()
-        self.reference = self._reference()
+        self.progress = Progress(source=parts.source.state())
+        self.state = self._start(start)
+        needs_reference = self.trainer.loss.needs_reference
+        self.reference = assemble.reference_params(config, self.trainer) if needs_reference else None
         self.weights = None if self.supervised else parts.engine.weights(self.state.params)
         c = config.log
         self.record = Recorder(
@@ -67,50 +67,43 @@ class Loop:
         )
         self.pending = Pending(self._log_update)
 
-    def _start(self) -> TrainState:
-        """A fresh state, or that of the newest checkpoint with `progress` beside it."""
-        params = assemble.initial_params(self.config, self.trainer, self.config.model.path)
-        state = self.trainer.init(params)
-        load = self.config.checkpoint.load
-        if load == "none":
-            return state
-        checkpoints = self.checkpoints if load == "auto" else Checkpoints(pathlib.Path(load))
-        newest = checkpoints.latest()
-        if newest is None:
-            if load != "auto":
-                raise ValueError(f"checkpoint.load {load}: there is no whole checkpoint")
-            return state
-        state, host = checkpoints.restore(newest, state, self.trainer.state_shardings)
+    def _start(self, start: pathlib.Path | None) -> TrainState:
+        """A fresh state, or that of the checkpoint `start`, with `progress` beside it."""
+        if start is None:
+            return self.trainer.init(assemble.initial_params(self.config, self.trainer))
+        state, host = checkpoint.restore(start, self.parts.state_shapes, self.trainer.state_shardings)
+        del host["config"]
         self.progress = Progress(**host)
-        if load != "auto":
-            self.progress.record = {}
+        if start.parent.absolute() != self.checkpoints.directory:  # a new run, with a record of its own
+            self.progress = dataclasses.replace(self.progress, record={}, evaluated=-1, exported=-1)
         self.parts.source.restore(self.progress.source)
-        log.info("resuming after %d rollouts from %s", newest, checkpoints.directory)
+        log.info("going on after %d rollouts from %s", self.progress.rollouts, start)
         return state
 
-    def _reference(self) -> Params | None:
-        """Frozen weights of the KL: model.ref_path, or those that the run started with."""
-        if not self.trainer.loss.needs_reference:
-            return None
-        return assemble.initial_params(self.config, self.trainer, self.config.model.ref_path or self.config.model.path)
+    @property
+    def finished(self) -> bool:
+        """Whether all rollouts are done."""
+        return self.progress.rollouts >= self.parts.num_rollouts
 
     def run(self) -> None:
         """All rollouts that are left. Saves at the end, and where it is asked to stop."""
-        with self.record:
+        with self.checkpoints, self.record:
+            if self.finished:
+                log.info("all %d rollouts are done already; a larger rollout.num_rollouts than %d goes on",
+                         self.progress.rollouts, self.parts.num_rollouts)
             try:
                 self._border()
-                while self.progress.rollouts < self.parts.num_rollouts and not self.stopping():
+                while not self.finished and not self.stopping():
                     with self.timers("step_time"):
                         values = self._one_rollout()
                     self._log_rollout(values)
                     self._border()
             except Interrupted:
-                log.warning("stopped inside rollout %d, which will be drawn again", self.progress.rollouts + 1)
-                self.parts.source.restore(self.progress.source)
+                log.info("asked to stop; what was under way after %d rollouts will be done again",
+                         self.progress.rollouts)
             finally:
                 self.pending.flush()
             self._save()
-            self.checkpoints.close()
 
     def _one_rollout(self) -> dict[str, float]:
         """Stages 1 to 6."""
@@ -120,7 +113,10 @@ class Loop:
         values = {"rollout/reward_errors": self.pool.errors - counts[0],
                   "rollout/reward_timeouts": self.pool.timeouts - counts[1]}
         scored = [sample for sample in samples if sample.reward is not None or self.supervised]
-        advantages = self.estimator(scored, self.config.algo) if scored else []
+        if not scored:
+            log.warning("rollout %d: none of its %d samples has a reward, so nothing is trained",
+                        self.progress.rollouts + 1, len(samples))
+        advantages = algorithms.estimate(self.parts.estimator, scored, self.config.algo) if scored else []
         updates = self._pack(scored, advantages)
         values |= {f"rollout/{name}": value for name, value in summarize(samples).items()}
         values |= self._score(updates)
@@ -128,7 +124,7 @@ class Loop:
         with self.timers("train_time"):
             for batches in updates:
                 self._update(batches)
-            jax.block_until_ready(self.state.step)
+            self.pending.flush()  # waits for the last update, and keeps the record's order the same where a run ends
         with self.timers("sync_time"):
             if not self.supervised:
                 self.weights = jax.block_until_ready(self.parts.engine.weights(self.state.params))
@@ -205,10 +201,15 @@ class Loop:
         packed, trained = values.pop("row_tokens"), values.pop("trained_tokens")
         if times.get("perf/rollout_time"):
             values["perf/rollout_tokens_per_device_per_sec"] = drawn["drawn"] / times["perf/rollout_time"] / devices
+            values["perf/rollout_effective_tokens_per_device_per_sec"] = trained / times["perf/rollout_time"] / devices
             values["perf/slot_utilization"] = drawn["drawn"] / max(drawn["slot_steps"], 1)
             values["perf/prefix_shared_tokens"] = drawn["shared_tokens"]
         values["perf/train_tokens_per_device_per_sec"] = packed / times["perf/train_time"] / devices
         values["perf/train_effective_tokens_per_device_per_sec"] = trained / times["perf/train_time"] / devices
+        speed = self.parts.flops_per_token * packed / times["perf/train_time"] / devices
+        values["perf/tflops_per_device"] = speed / 1e12
+        if self.parts.peak_flops:
+            values["perf/mfu"] = speed / self.parts.peak_flops
         values["perf/compiles"] = self.compiles.count
         stats = jax.local_devices()[0].memory_stats()
         if stats and "peak_bytes_in_use" in stats:
@@ -222,7 +223,8 @@ class Loop:
         at_interval = done > 0 and c.eval.interval and (done % c.eval.interval == 0 or last)
         if at_interval or (done == 0 and c.eval.before_train):
             self._evaluate()
-        if done and c.checkpoint.save_hf_interval and (done % c.checkpoint.save_hf_interval == 0 or last):
+        exports = c.checkpoint.save_hf_interval
+        if done and exports and (done % exports == 0 or last) and self.progress.exported != done:
             self._export()
         if done and c.checkpoint.save_interval and done % c.checkpoint.save_interval == 0:
             self._save()
@@ -241,14 +243,14 @@ class Loop:
     def _export(self) -> None:
         models.save(self.run_dir / "hf" / str(self.progress.rollouts), self.trainer.cfg, self.state.params,
                     dtype=self.config.checkpoint.save_hf_dtype, tokenizer_from=hub.resolve(self.config.model.path))
+        self.progress.exported = self.progress.rollouts
 
     def _save(self) -> None:
         """The state between two rollouts."""
-        self.pending.flush()
         with self.timers("save_time"):
             self.progress.record = self.record.position()
-            self.progress.source = self.parts.source.state()
-            self.checkpoints.save(self.progress.rollouts, self.state, dataclasses.asdict(self.progress))
+            host = {**dataclasses.asdict(self.progress), "config": self.config.to_dict()}
+            self.checkpoints.save(self.progress.rollouts, self.state, host)
 
 
 def pack_item(sample: Sample, weight: np.ndarray, advantages: np.ndarray) -> packing.PackItem:
@@ -273,7 +275,8 @@ def _packed_metrics(samples: Sequence[Sample], advantages, updates: list[list[Pa
     if rows:
         values["perf/packing_efficiency"] = real / rows
         values["rollout/advantages"] = masked_mean(np.concatenate(advantages), np.concatenate(masks))
-        values["rollout/rewards"] = float(np.mean([a[m > 0][-1] if m.any() else 0.0 for a, m in zip(advantages, masks)]))
+        last = [a[m > 0][-1] if m.any() else 0.0 for a, m in zip(advantages, masks)]
+        values["rollout/rewards"] = float(np.mean(last))
     return values
 
 
@@ -307,11 +310,3 @@ class CompileCounter:
 
     def _event(self, name: str, _: float, **details: Any) -> None:
         self.count += name == "/jax/core/compile/backend_compile_duration"
-
-
-def on_sigterm() -> Callable[[], bool]:
-    """From now on SIGTERM asks for a stop instead of killing; returns what says whether it came."""
-    asked = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    return asked.is_set

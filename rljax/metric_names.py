@@ -95,8 +95,14 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (meaning, healthy range)
     "perf/slot_utilization": ("share of slot steps that drew a token in use", "above 0.7"),
     "perf/prefix_shared_tokens": ("prompt tokens that a group shared instead of computing again", "above 0"),
     "perf/packing_efficiency": ("real tokens / tokens of the rows", "above 0.8"),
-    "perf/tflops_per_device": ("model floating-point operations per second and device in training, 1e12", "steady"),
-    "perf/mfu": ("those operations / the device's peak", "0.3 to 0.6 on accelerators"),
+    "perf/tflops_per_device": (
+        "6 x matrix parameters x row tokens / perf/train_time, per device, 1e12; attention is left out",
+        "steady",
+    ),
+    "perf/mfu": (
+        "tflops_per_device / the device's bfloat16 peak, where that is known",
+        "0.3 to 0.6 on accelerators",
+    ),
     "perf/compiles": ("programs compiled since the start", "constant after warm-up; growth is a defect"),
     "perf/device_memory_peak": ("highest memory in use on one device, bytes", "below the device's memory"),
 }
