@@ -7,6 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from rljax import sharding
+
 MASKED = -1e30  # finite, so that a fully masked row (padding) gives no nan
 QUERY_CHUNK = 512
 
@@ -80,20 +82,32 @@ def token_logprobs(
     that none moves. Returns (logp, entropy), [R, T] float32, nats. Both are differentiable.
     """
     vocab = head.shape[0]
-    parts = -(-vocab // (shards * chunk))
-    width = -(-vocab // (shards * parts))
-    padded = jnp.pad(head, ((0, shards * parts * width - vocab), (0, 0)))
-    chunks = padded.reshape(shards, parts, width, head.shape[1]).swapaxes(0, 1)
-    return _chunked_logprobs((vocab, temperature, softcap), hidden, chunks, targets)
+    rows = -(-vocab // shards)  # of one shard
+    parts = -(-rows // chunk)
+    width = -(-rows // parts)
+    # Padded inside each shard, so that no row moves to another device.
+    padded = jnp.pad(head, ((0, shards * rows - vocab), (0, 0))).reshape(shards, rows, -1)
+    padded = jnp.pad(padded, ((0, 0), (0, parts * width - rows), (0, 0)))
+    chunks = padded.reshape(shards, parts, width, -1).swapaxes(0, 1)
+    return _chunked_logprobs((vocab, rows, temperature, softcap), hidden, chunks, targets)
 
 
-def _chunk_logits(static, hidden, weights, part, parts):
-    """Tempered logits [R, T, shards, width] of one chunk and the vocabulary ids [shards, width] of its rows."""
-    vocab, temperature, cap = static
+def _chunk_logits(static, hidden, weights, part):
+    """(tempered logits, untempered ones), [R, T, shards, width], of one chunk and the vocabulary ids [shards, width]
+    of its rows, -1 for padding. A logit of -inf (a token that cannot be) becomes `MASKED`, for 0 * inf would be nan."""
+    vocab, rows, temperature, cap = static
     shards, width, _ = weights.shape
-    ids = (jnp.arange(shards)[:, None] * parts + part) * width + jnp.arange(width)[None, :]
+    row = part * width + jnp.arange(width)[None, :]
+    ids = jnp.arange(shards)[:, None] * rows + row
+    ids = jnp.where((row < rows) & (ids < vocab), ids, -1)
     raw = softcap(jnp.einsum("rtd,swd->rtsw", hidden, weights, preferred_element_type=jnp.float32), cap)
-    return jnp.where(ids < vocab, raw / temperature, MASKED), raw, ids
+    raw = sharding.constrain(raw, ("batch", None, "vocab", None))
+    return jnp.where(ids >= 0, jnp.maximum(raw / temperature, MASKED), MASKED), raw, ids
+
+
+def _whole(weights):
+    """One chunk [shards, width, D] with its width gathered: more of the head is never whole on a device."""
+    return sharding.constrain(weights, ("vocab", None, None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -104,7 +118,7 @@ def _chunked_logprobs(static, hidden, chunks, targets):
 def _chunked_forward(static, hidden, chunks, targets):
     def body(carry, item):
         top, total, weighted, target_logit = carry
-        logits, _, ids = _chunk_logits(static, hidden, item[0], item[1], chunks.shape[0])
+        logits, _, ids = _chunk_logits(static, hidden, _whole(item[0]), item[1])
         new_top = jnp.maximum(top, logits.max((-2, -1)))
         scale = jnp.exp(top - new_top)
         mass = jnp.exp(logits - new_top[..., None, None])
@@ -124,17 +138,19 @@ def _chunked_forward(static, hidden, chunks, targets):
 def _chunked_backward(static, saved, cotangents):
     hidden, chunks, targets, normalizer, entropy = saved
     d_logp, d_entropy = (x[..., None, None] for x in cotangents)
-    _, temperature, cap = static
+    _, _, temperature, cap = static
 
     def body(d_hidden, item):
-        logits, raw, ids = _chunk_logits(static, hidden, item[0], item[1], chunks.shape[0])
+        weights = _whole(item[0])
+        logits, raw, ids = _chunk_logits(static, hidden, weights, item[1])
         surprise = logits - normalizer[..., None, None]
         p = jnp.exp(surprise)
         d = d_logp * ((ids == targets[..., None, None]) - p) - d_entropy * p * (surprise + entropy[..., None, None])
         d = d / temperature * (1.0 - (raw / cap) ** 2 if cap else 1.0)
         d = d.astype(hidden.dtype)
-        d_hidden += jnp.einsum("rtsw,swd->rtd", d, item[0], preferred_element_type=jnp.float32)
+        d_hidden += jnp.einsum("rtsw,swd->rtd", d, weights, preferred_element_type=jnp.float32)
         d_weights = jnp.einsum("rtsw,rtd->swd", d, hidden, preferred_element_type=jnp.float32)
+        d_weights = sharding.constrain(d_weights, ("vocab", None, "embed"))
         return d_hidden, d_weights.astype(chunks.dtype)
 
     zeros = jnp.zeros(hidden.shape, jnp.float32)

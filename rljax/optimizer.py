@@ -75,7 +75,11 @@ def make_optimizer(config: OptimizerConfig, params: Params) -> optax.GradientTra
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Params, other: Any) -> Any:
     """Shardings of `optimizer.init(params)`: moments as their parameters, the rest (counts) as `other`."""
-    state = jax.eval_shape(optimizer.init, params)
+
+    def frozen(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
     return optax.tree_map_params(
-        optimizer, lambda _, sharding: sharding, state, shardings, transform_non_params=lambda _: other
+        optimizer, lambda leaf, sharding: leaf if frozen(leaf) else sharding, jax.eval_shape(optimizer.init, params),
+        shardings, transform_non_params=lambda leaf: leaf if frozen(leaf) else other, is_leaf=frozen,
     )

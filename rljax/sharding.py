@@ -6,6 +6,7 @@ the width of the weights over `fsdp`; the rollout copy does not, since decoding 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ Rules = Mapping[str, str | tuple[str, ...] | None]
 
 TRAIN_RULES: Rules = {
     "batch": ("data", "fsdp"),
+    "group": "data",  # rows, where fsdp splits their width
     "layers": None,
     "embed": "fsdp",
     "vocab": "tensor",
@@ -44,7 +46,8 @@ def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[
     if len(free) == 1 and fixed > 0 and len(devices) % fixed == 0:
         sizes[free[0]] = len(devices) // fixed
     if math.prod(sizes.values()) != len(devices):
-        raise ValueError(f"mesh {sizes} multiplies to {math.prod(sizes.values())}, but there are {len(devices)} devices")
+        product = math.prod(sizes.values())
+        raise ValueError(f"mesh {sizes} multiplies to {product}, but there are {len(devices)} devices")
     # Explicit axis types, the default of recent JAX, would demand shardings in every operation.
     return jax.make_mesh(tuple(sizes.values()), MESH_AXES, devices=devices, axis_types=(AxisType.Auto,) * 3)
 
@@ -86,9 +89,47 @@ def tree_shardings(specs: Any, rules: Rules, mesh: Mesh) -> Any:
 def constrain(x: jax.Array, axes: Axes, rules: Rules = TRAIN_RULES) -> jax.Array:
     """Pin the layout of an intermediate inside `jit` to the mesh in context (`jax.set_mesh`); without one, x."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(axes, rules, mesh, x.shape))
+
+
+def gather_weight(x: jax.Array, axes: Axes, units: Mapping[str, int]) -> jax.Array:
+    """A weight of training's layout, as a layer uses it: the split of its width over fsdp undone. Its gradient is
+    split again; with `constrain` alone it would be made whole on every device first.
+
+    units: the number of heads along an axis. Where its mesh axes do not divide it, each device gets all heads, for
+    the sum inside a score must not cross devices.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    shape = [units.get(name, size) for name, size in zip(axes, x.shape, strict=True)]
+    used = partition_spec(axes, ROLLOUT_RULES, mesh, shape)
+    stored = partition_spec(axes, TRAIN_RULES, mesh, x.shape)
+    if _split(stored, mesh) == _split(used, mesh):
+        return x  # unchanged: a scan would store a copy of anything else for the backward pass
+    return _reshard(x, used, (partition_spec(axes, TRAIN_RULES, mesh, shape), stored))
+
+
+def _split(spec: PartitionSpec, mesh: Any) -> list[Any]:
+    """The entries of a spec that really split something."""
+    return [entry if entry is not None and mesh.shape[entry] > 1 else None for entry in spec]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _reshard(x: jax.Array, forward: PartitionSpec, backward: tuple[PartitionSpec, ...]) -> jax.Array:
+    """x in the layout `forward`; its gradient in those of `backward`, one after the other."""
+    return jax.lax.with_sharding_constraint(x, forward)
+
+
+def _reshard_gradient(forward: PartitionSpec, backward: tuple[PartitionSpec, ...], _: None, gradient: jax.Array):
+    for spec in backward:
+        gradient = jax.lax.with_sharding_constraint(gradient, spec)
+    return (gradient,)
+
+
+_reshard.defvjp(lambda x, forward, backward: (_reshard(x, forward, backward), None), _reshard_gradient)
 
 
 def to_devices(tree: Any, shardings: Any) -> Any:

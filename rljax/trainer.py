@@ -55,7 +55,7 @@ def token_scores(cfg: ModelConfig, loss: LossConfig, shards: int, params: Params
         cfg, params, batch.tokens, batch.positions, batch.segment_ids, dtype=loss.compute_dtype, remat=loss.remat
     )
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    head = sharding.constrain(decoder.head_weight(cfg, params).astype(loss.compute_dtype), ("vocab", None))
+    head = decoder.head_weight(cfg, params).astype(loss.compute_dtype)
     return ops.token_logprobs(
         before, head, batch.tokens, temperature=loss.temperature, softcap=cfg.logits_softcap,
         chunk=loss.vocab_chunk, shards=shards,
@@ -75,8 +75,9 @@ def policy_loss(loss: LossConfig, batch: PackedBatch, logp: jax.Array, entropy: 
     if loss.surrogate == "sft":
         policy = -logp
     else:
+        advantages = jnp.where(mask, batch.advantages, 0.0)
         policy, clipped = losses.clipped_surrogate(
-            logp, old, batch.advantages, loss.eps_clip, loss.eps_clip_high, loss.dual_clip
+            logp, old, advantages, loss.eps_clip, loss.eps_clip_high, loss.dual_clip
         )
         observed |= _observe(mask, logp, old, clipped, batch.rollout_logprobs)
     weight = jnp.where(mask, batch.loss_weight, 0.0)
@@ -116,11 +117,13 @@ def update_step(optimizer, optim: OptimizerConfig, clip_grad: float, state: Trai
     """Clip by the global norm and apply; a non-finite gradient leaves the state as it was and is counted."""
     moves = trainable_mask(optim, state.params)
     grads = jax.tree.map(lambda g, m: g if m else jnp.zeros_like(g), grads, moves)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     scale = jnp.minimum(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
     updates, opt_state = optimizer.update(jax.tree.map(lambda g: g * scale, grads), state.opt_state, state.params)
-    moved = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, jnp.int32(0))
+    # A frozen leaf is not even added 0 to, which would turn -0.0 into 0.0.
+    params = jax.tree.map(lambda p, u, m: p + u if m else p, state.params, updates, moves)
+    moved = TrainState(state.step + 1, params, opt_state, jnp.int32(0))
     stayed = state.replace(nonfinite=state.nonfinite + 1)
     metrics = {"grad_norm": norm, "lr": learning_rate(optim, state.step), "nonfinite": stayed.nonfinite * ~finite}
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, stayed), metrics

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax import ops
+from rljax import ops, sharding
 from rljax.models import moe
 from rljax.models.config import ModelConfig
 
 Params = dict[str, Any]
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
 
+ROWS = ("batch", None, None)  # logical axes of activations [R, T, D]
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -242,8 +243,12 @@ def forward(
     dtype = params["embed"].dtype if dtype is None else dtype
     cos, sin = rope_tables(cfg, positions)
     windows, tables = layer_tables(cfg)
+    described = specs(cfg)["layers"]
+    heads = {"heads": cfg.num_heads, "kv_heads": cfg.num_kv_heads}
 
     def attend(q, k, v, window):
+        q, k, v = (sharding.constrain(x, ("batch", None, name, None))
+                   for x, name in ((q, "heads"), (k, "kv_heads"), (v, "kv_heads")))
         return ops.attention(q, k, v, segment_ids, window, scale=cfg.attention_scale, softcap=cfg.attention_softcap)
 
     def step(x, scanned):
@@ -251,11 +256,17 @@ def forward(
         # What is the same in all layers stays static, so that an attention kernel can specialise on it.
         window = cfg.windows[0] if len(set(cfg.windows)) == 1 else window
         table = 0 if cos.shape[0] == 1 else table
-        weights = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
-        return layer(cfg, LayerKind(window, cos[table], sin[table]), weights, x, attend), None
+        # Rows stay where they are and one layer's weights come to them (fsdp); GSPMD alone would split the width.
+        weights = {name: sharding.gather_weight(leaf.astype(dtype), described[name].axes[1:], heads)
+                   for name, leaf in weights.items()}
+        x = layer(cfg, LayerKind(window, cos[table], sin[table]), weights, x, attend)
+        return sharding.constrain(x, ROWS), None
 
     step = jax.checkpoint(step, prevent_cse=False) if remat else step
-    x, _ = jax.lax.scan(step, embed(cfg, params, tokens, dtype), (params["layers"], windows, tables))
+    # Each device looks up its part of the width for all rows of its group: only activations travel, not the table.
+    x = embed(cfg, params, sharding.constrain(tokens, ("group", None)), dtype)
+    x = sharding.constrain(sharding.constrain(x, ("group", None, "embed")), ROWS)
+    x, _ = jax.lax.scan(step, x, (params["layers"], windows, tables))
     return final_norm(cfg, {"final_norm": params["final_norm"].astype(dtype)}, x)
 
 
