@@ -19,7 +19,7 @@ from typing import Any
 from rljax.hub import BUILTIN
 from rljax.tokenizer import character_tokenizer
 
-HELD_OUT, CHAT_HELD_OUT, COPIES, NOISE, SEED = 1024, 32, 3, 0.30, 7
+HELD_OUT, CHAT_HELD_OUT, COPIES, NOISE, SEED = 1024, 16, 3, 0.30, 7
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
@@ -29,8 +29,8 @@ def corrupt(answer: str, draw: random.Random) -> str:
 
 
 def chat(draw: random.Random) -> list[tuple[list[dict[str, str]], str]]:
-    """Every ordered pair of numbers from 1 to 12, shuffled, as chat messages with the sum."""
-    pairs = [(a, b) for a in range(1, 13) for b in range(1, 13)]
+    """Every ordered pair of numbers from 1 to 9, shuffled, as chat messages with the sum."""
+    pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
     draw.shuffle(pairs)
     system = {"role": "system", "content": "You are a helpful assistant."}
     return [
