@@ -14,7 +14,7 @@ def get_config(variant=""):
     c.data.prompt_data = "builtin:sums/warmup.jsonl"
     c.rollout.batch_size = 256
     c.rollout.n_samples_per_prompt = 1  # the label is the response
-    c.rollout.num_rollouts = 500
+    c.rollout.num_rollouts = 700
     c.rollout.max_response_len = 8
     c.sampler.prompt_buckets = (16,)
     c.sampler.length_buckets = (32,)
@@ -27,8 +27,8 @@ def get_config(variant=""):
     c.optim.schedule = "cosine"
     c.optim.warmup_steps = 20
     c.train.max_tokens_per_device = 4096
-    c.eval.interval = 125
+    c.eval.interval = 175
     c.eval.data = ("sums=builtin:sums/heldout.jsonl",)
-    c.checkpoint.save_hf_interval = 500
+    c.checkpoint.save_hf_interval = 700
     c.checkpoint.save_hf_dtype = "float16"
     return c

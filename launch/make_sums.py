@@ -19,7 +19,7 @@ from typing import Any
 from rljax.hub import BUILTIN
 from rljax.tokenizer import character_tokenizer
 
-HELD_OUT, CHAT_HELD_OUT, COPIES, NOISE, SEED = 1024, 16, 3, 0.30, 7
+HELD_OUT, CHAT_HELD_OUT, COPIES, NOISE, SEED = 1024, 16, 3, 0.33, 7
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 

@@ -33,7 +33,6 @@ from rljax.types import Params, TrainState
 log = logging.getLogger(__name__)
 MOST_SLOTS = 512
 CACHE_SHARE = 0.25  # of a device's memory, for the sampler's cache
-PREFILL_TOKENS = 2048  # of one prefill program, where sampler.prefill_rows is auto
 PEAKS = {  # part of a device kind -> bfloat16 operations per second, dense, by the makers; the first that fits counts
     "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
     "TPU v6e": 918e12, "A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12,
@@ -247,10 +246,9 @@ def engine_config(config: ConfigDict, cfg: ModelConfig, tok: tokenizer.Tokenizer
     slots = sampler.slots or _multiple(min(samples, MOST_SLOTS, max(room, shards)), shards)
     buckets = tuple(b for b in sampler.prompt_buckets if b < max_prompt_len(config))
     buckets += (next(b for b in sampler.prompt_buckets if b >= max_prompt_len(config)),)
-    rows = min(config.rollout.batch_size, max(1, PREFILL_TOKENS // buckets[0]))
-    rows = sampler.prefill_rows or _multiple(rows, shards)
     return EngineConfig(
-        slots=slots, cache_len=fitting[0], prompt_buckets=buckets, prefill_rows=rows,
+        slots=slots, cache_len=fitting[0], prompt_buckets=buckets,
+        prefill_rows=_multiple(config.rollout.batch_size, shards), prefill_chunk=sampler.prefill_chunk,
         steps_per_dispatch=sampler.steps_per_dispatch,
         stop_ids=tuple(sorted({*tok.stop_ids, *config.rollout.stop_token_ids})),
         vocab_known=min(tok.vocab_size, cfg.vocab_size), dtype=dtype, seed=config.train.seed,

@@ -65,7 +65,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "sampler": {
         "slots": 0,  # responses decoded at once; 0 = auto
-        "prefill_rows": 0,  # rows of one prefill program; 0 = auto
+        "prefill_chunk": 4096,  # tokens of one prefill program (prompts x their bucket); one prompt at least
         "prompt_buckets": (64, 128, 256, 512, 1024, 2048),  # padded prompt lengths, tokens
         "length_buckets": (256, 512, 1024, 2048, 4096, 8192),  # cache lengths: prompt and response, tokens
         "steps_per_dispatch": 16,  # tokens per slot between two looks of the host

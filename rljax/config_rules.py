@@ -74,12 +74,11 @@ def validate(config: ConfigDict, num_devices: int) -> None:
     _check_log(config)
     shards = mesh_sizes(config, num_devices)
     split = shards["data"] * shards["fsdp"]
-    for key in ("slots", "prefill_rows"):
-        count = config.sampler[key]
-        _require(
-            count % split == 0,
-            f"sampler.{key} = {count}: must be a multiple of mesh.data * mesh.fsdp = {split}, over which it is split",
-        )
+    slots = config.sampler.slots
+    _require(
+        slots % split == 0,
+        f"sampler.slots = {slots}: must be a multiple of mesh.data * mesh.fsdp = {split}, over which they are split",
+    )
 
 
 def _require(holds: bool, message: str) -> None:
@@ -136,7 +135,7 @@ AT_LEAST = {  # knob -> smallest value
     "data.seed": 0, "data.max_prompt_len": 0,
     "rollout.batch_size": 1, "rollout.n_samples_per_prompt": 1, "rollout.num_rollouts": 1, "rollout.num_epochs": 0,
     "rollout.max_response_len": 1, "rollout.top_k": -1,
-    "sampler.slots": 0, "sampler.prefill_rows": 0, "sampler.steps_per_dispatch": 1,
+    "sampler.slots": 0, "sampler.prefill_chunk": 1, "sampler.steps_per_dispatch": 1,
     "reward.memory_mb": 1, "reward.workers": 0,
     "algo.loss_length": 0, "algo.kl_loss_coef": 0, "algo.entropy_coef": 0,
     "optim.lr": 0, "optim.warmup_steps": 0, "optim.weight_decay": 0, "optim.clip_grad": 0, "optim.max_nonfinite": 1,

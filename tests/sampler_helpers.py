@@ -97,6 +97,9 @@ class Scripted:
     def bucket(self, length):
         return 1024
 
+    def rows(self, bucket):
+        return self.config.prefill_rows
+
     def prefill(self, params, contexts):
         return contexts
 

@@ -263,7 +263,7 @@ def test_resume_compares_what_must_not_change():
 SMALLEST = {
     "data.seed": 0, "data.max_prompt_len": 0, "rollout.batch_size": 1, "rollout.n_samples_per_prompt": 1,
     "rollout.num_rollouts": 1, "rollout.num_epochs": 0, "rollout.max_response_len": 1, "rollout.top_k": -1,
-    "rollout.min_p": 0, "sampler.slots": 0, "sampler.prefill_rows": 0, "sampler.steps_per_dispatch": 1,
+    "rollout.min_p": 0, "sampler.slots": 0, "sampler.prefill_chunk": 1, "sampler.steps_per_dispatch": 1,
     "reward.memory_mb": 1, "reward.workers": 0, "algo.loss_length": 0, "algo.kl_loss_coef": 0, "algo.entropy_coef": 0,
     "optim.lr": 0, "optim.warmup_steps": 0, "optim.weight_decay": 0, "optim.b1": 0, "optim.b2": 0,
     "optim.clip_grad": 0, "optim.max_nonfinite": 1, "train.global_batch_size": 0, "train.max_tokens_per_device": 1,
@@ -369,9 +369,8 @@ def test_mesh(sizes, devices, expected):
 
 
 def test_slots_are_split_over_the_mesh():
-    for key in ("slots", "prefill_rows"):
-        assert "= 6:" in refusal(f"sampler.{key}=6", "mesh.data=2", "mesh.tensor=2", devices=8)
-        config.validate(config.load("quickstart.py", [f"sampler.{key}=8", "mesh.data=2", "mesh.tensor=2"]), 8)
+    assert "= 6:" in refusal("sampler.slots=6", "mesh.data=2", "mesh.tensor=2", devices=8)
+    config.validate(config.load("quickstart.py", ["sampler.slots=8", "mesh.data=2", "mesh.tensor=2"]), 8)
 
 
 def test_wandb_must_be_there(monkeypatch):

@@ -505,3 +505,10 @@ def test_eight_devices_in_any_order_are_bitwise_the_same(meshed):
 def test_slots_that_the_mesh_does_not_divide_are_refused():
     with pytest.raises(ValueError, match="slots 6 and prefill rows 4 must be multiples of the mesh's 4"):
         Engine(tiny.CONFIG, dataclasses.replace(tiny.SHAPE, slots=6), sharding.make_mesh(2, 2, 2))
+
+
+def test_rows_of_a_prefill_program_follow_from_the_chunk():
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    made = Engine(tiny.CONFIG, dataclasses.replace(tiny.SHAPE, prefill_chunk=40), mesh)
+    assert [made.rows(bucket) for bucket in (8, 16, 32)] == [4, 2, 1]
+    assert made.rows(64) == 1

@@ -53,12 +53,13 @@ class EngineConfig:
     slots: int
     cache_len: int  # C: context and response together
     prompt_buckets: tuple[int, ...]
-    prefill_rows: int
+    prefill_rows: int  # most prompts of one prefill program
     steps_per_dispatch: int
     stop_ids: tuple[int, ...]
     vocab_known: int  # ids from here on are never drawn
     dtype: Any = jnp.float32
     seed: int = 0
+    prefill_chunk: int = 4096  # tokens of one prefill program, padding included; a whole prompt at least
 
 
 def unstack(cfg: ModelConfig, params: Params, dtype: Any) -> Params:
@@ -190,7 +191,7 @@ class Engine:
         if engine.slots % shards or engine.prefill_rows % shards:
             raise ValueError(f"slots {engine.slots} and prefill rows {engine.prefill_rows} must be multiples of the "
                              f"mesh's {shards} data shards")
-        self.cfg, self.config, self.mesh = cfg, engine, mesh
+        self.cfg, self.config, self.mesh, self.shards = cfg, engine, mesh, shards
         cache_shape = (engine.slots, cfg.num_kv_heads, engine.cache_len, cfg.head_dim)
         self.cache = sharding.named(CACHE_AXES, RULES, mesh, cache_shape)
         self.slot = sharding.named(("slots",), RULES, mesh)  # also of [S, steps]
@@ -223,11 +224,17 @@ class Engine:
         raise ValueError(f"a context of {length} tokens is longer than the largest prompt bucket, "
                          f"{self.config.prompt_buckets[-1]} (sampler.prompt_buckets)")
 
+    def rows(self, bucket: int) -> int:
+        """Rows of the prefill program of one prompt bucket: what `prefill_chunk` tokens hold, a multiple of the data
+        shards and at least one each, at most `prefill_rows`."""
+        rows = self.config.prefill_chunk // bucket // self.shards * self.shards
+        return min(max(rows, self.shards), self.config.prefill_rows)
+
     def prefill(self, params: Params, contexts: Sequence[Sequence[int]]):
-        """Prefix of up to `prefill_rows` contexts of one bucket; the last token of each is left to decoding."""
+        """Prefix of up to `rows(bucket)` contexts of one bucket; the last token of each is left to decoding."""
         bucket = self.bucket(max(len(context) for context in contexts))
-        tokens = np.zeros((self.config.prefill_rows, bucket), np.int32)
-        lengths = np.zeros(self.config.prefill_rows, np.int32)
+        tokens = np.zeros((self.rows(bucket), bucket), np.int32)
+        lengths = np.zeros(self.rows(bucket), np.int32)
         for row, context in enumerate(contexts):
             tokens[row, : len(context) - 1] = context[:-1]
             lengths[row] = len(context) - 1

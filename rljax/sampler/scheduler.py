@@ -188,9 +188,8 @@ class Scheduler:
             self.slots[index] = request
             by_context = entering.setdefault(self.engine.bucket(len(request.context)), {})
             by_context.setdefault(tuple(request.context), []).append((index, request))
-        rows = self.engine.config.prefill_rows
-        for _, by_context in sorted(entering.items()):
-            contexts = list(by_context)
+        for bucket, by_context in sorted(entering.items()):
+            contexts, rows = list(by_context), self.engine.rows(bucket)
             for start in range(0, len(contexts), rows):
                 part = contexts[start : start + rows]
                 self._enter(params, part, [by_context[context] for context in part])
