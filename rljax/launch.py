@@ -87,7 +87,7 @@ def run(config: ConfigDict, name: str) -> int:
         except OSError as error:
             return _fail(f"{error}; once that is mended, the same command with "
                          f"--config.log.dir={training.run_dir} goes on", 1)
-    _closing(config, training, time.monotonic() - started)
+        _closing(config, training, time.monotonic() - started)
     return 0
 
 
@@ -171,6 +171,7 @@ def _closing(config: ConfigDict, training: Loop, seconds: float) -> None:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is saved: a late request to stop changes nothing
     if status == 1:  # everything is closed; the threads of a writer whose disk is full would add their stacks
         sys.stdout.flush()
         os._exit(status)

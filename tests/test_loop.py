@@ -265,8 +265,9 @@ def test_full_disk(folder, tmp_path):
     try:
         done = runs.launch(folder, "log.dir=full", *arguments)
         assert done.returncode == 1, done.stderr
-        errors = [line for line in done.stderr.splitlines() if line.strip()]
-        assert len(errors) == 1, errors
+        # The writers of tensorstore that are still at work may add stacks of their own.
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, done.stderr
         assert f"saving a checkpoint in {disk} failed: No space left on device" in errors[0]
         assert f"the newest whole one is {disk / '1'}" in errors[0]
         assert len([row for row in runs.metrics(folder / "full") if "rollout/step" in row]) >= 2

@@ -23,6 +23,7 @@ REPO = pathlib.Path(__file__).resolve().parents[2]
 PEER_PACKAGES = ("torch==2.13.0", "transformers==5.24.0", "safetensors")
 MIB = 1024**2
 OURS = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPO)}  # variables of rljax's workers
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -34,6 +35,8 @@ def parser(description: str) -> argparse.ArgumentParser:
                          help=f"environment of the peer, made if missing with {', '.join(PEER_PACKAGES)}")
     options.add_argument("--repeats", type=int, default=5, help="measured runs of each contestant, taking turns")
     options.add_argument("--seed", type=int, default=0, help="of the work's tokens and lengths")
+    options.add_argument("--huge-pages", action="store_true",
+                         help="all contestants: glibc asks for huge pages (GLIBC_TUNABLES=glibc.malloc.hugetlb=1)")
     options.add_argument("--worker", help=argparse.SUPPRESS)
     return options
 
@@ -53,13 +56,15 @@ def peer_python(folder: pathlib.Path) -> str:
 class Contestant:
     """One worker process: started, warmed up, then run once at a time."""
 
-    def __init__(self, name: str, script: str, work: dict[str, Any], python: str = sys.executable,
-                 variables: dict[str, str] | None = None):
-        """`name` is the worker and, after a colon, what it is told to do differently (`torch:sorted`)."""
+    def __init__(self, name: str, script: str, work: dict[str, Any], options: argparse.Namespace):
+        """`name` is rljax or torch and, after a colon, what it is told to do differently (`torch:sorted`)."""
         self.name, self.runs = name, []
-        command = [python, script, "--worker", name]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                        env={**os.environ, **(variables or {})})
+        python, variables = sys.executable, OURS
+        if name != "rljax":
+            python, variables = peer_python(options.torch_env), {}
+        variables = {**os.environ, **variables, **(HUGE_PAGES if options.huge_pages else {})}
+        self.process = subprocess.Popen([python, script, "--worker", name], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, text=True, env=variables)
         self.ready = self._ask(json.dumps(work))
 
     def run(self) -> dict[str, Any]:
@@ -70,6 +75,10 @@ class Contestant:
     def median(self, key: str) -> float:
         """Median of `key` over the runs."""
         return statistics.median(run[key] for run in self.runs)
+
+    def rate(self) -> float:
+        """Median tokens per second."""
+        return statistics.median(run["tokens"] / run["seconds"] for run in self.runs)
 
     def close(self) -> None:
         """End of input ends the worker."""
@@ -123,20 +132,36 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-def ratio(first: Contestant, second: Contestant, key: str = "rate") -> str:
-    """Median and range over the turns of first / second."""
-    ratios = sorted(a[key] / b[key] for a, b in zip(first.runs, second.runs))
-    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+def print_results(title: str, unit: str, contestants: Sequence[Contestant], **extra: str) -> None:
+    """A Markdown table of medians, the ratios of the first contestant to the others, and the settings.
+
+    A run's `tokens` are counted, in `unit`; extra: heading=key of the last run, shown with six digits.
+    """
+    header = ["", f"{unit}/s", "seconds", "CPU seconds", "peak MiB over loaded", "load s", "compile, warm-up s", *extra]
+    print(f"{title}; medians of {len(contestants[0].runs)} turns; {machine()}\n")
+    print("| " + " | ".join(header) + " |\n| --- |" + " ---: |" * (len(header) - 1))
+    for contestant in contestants:
+        ready, last = contestant.ready, contestant.runs[-1]
+        cells = [f"{contestant.rate():.0f}", f"{contestant.median('seconds'):.2f}", f"{contestant.median('cpu'):.1f}",
+                 f"{_peak(contestant) / MIB:.0f}", f"{ready['load']:.1f}", f"{ready['warm']:.1f}",
+                 *(f"{last[key]:.6g}" for key in extra.values())]
+        print("| " + " | ".join([contestant.name, *cells]) + " |")
+    print()
+    for other in contestants[1:]:
+        ratios = sorted(b["seconds"] / a["seconds"] for a, b in zip(contestants[0].runs, other.runs))
+        print(f"{contestants[0].name} / {other.name}: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to "
+              f"{ratios[-1]:.2f}) in speed, {_peak(contestants[0]) / _peak(other):.2f} in peak memory")
+    for contestant in contestants:
+        print(f"{contestant.name}: {contestant.ready['settings']}")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _peak(contestant: Contestant) -> int:
+    return contestant.runs[-1]["peak"] - contestant.ready["resident"]
 
 
 def machine() -> str:
     """What the numbers were made on."""
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    return f"{len(os.sched_getaffinity(0))} cores of {model}, load {os.getloadavg()[0]:.1f} at the end"
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} cores of {model}, at the end a load average of {os.getloadavg()[0]:.1f}"

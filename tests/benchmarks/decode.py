@@ -97,8 +97,8 @@ def torch_worker(work: dict[str, Any]):
     common.mark_memory()  # the other settings' memory is not the best one's
     seconds = ", ".join(f"{' '.join(choice)} {took:.1f} s" for choice, took in tried.items())
     report = {"load": loaded, "warm": time.perf_counter() - start, "resident": resident,
-              "settings": f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()}"
-                          f" threads, {' '.join(best)} (a quarter of the tokens: {seconds})"}
+              "settings": f"torch {torch.__version__}, transformers {transformers.__version__}, {' '.join(best)} "
+                          f"(a quarter of the tokens: {seconds}), {torch.get_num_threads()} threads"}
     return report, lambda: run(*best)
 
 
@@ -116,28 +116,10 @@ def main() -> None:
     if options.worker:
         return common.serve(WORKERS[options.worker])
     work = make_work(options)
-    ours = common.Contestant("rljax", __file__, work, variables=common.OURS)
-    peer = common.Contestant("torch", __file__, work, python=common.peer_python(options.torch_env))
-    common.take_turns([ours, peer], options.repeats)
-    print_results(options, ours, peer)
-
-
-def print_results(options, ours: common.Contestant, peer: common.Contestant) -> None:
-    """The table and what stands under it."""
-    rows = []
-    for contestant in (ours, peer):
-        for run in contestant.runs:
-            run["rate"] = run["tokens"] / run["seconds"]
-        contestant.close()
-        ready, peak = contestant.ready, contestant.runs[-1]["peak"]
-        rows.append([contestant.name, f"{contestant.median('rate'):.0f}", f"{contestant.median('seconds'):.2f}", f"{contestant.median('cpu'):.1f}",
-                     f"{(peak - ready['resident']) / common.MIB:.0f}", f"{ready['load']:.1f}", f"{ready['warm']:.1f}"])
-    print(f"Decoding {options.sequences} sequences, {options.prompt} prompt + {options.new} new tokens, float32, "
-          f"temperature 1; medians of {options.repeats} turns; {common.machine()}\n")
-    print(common.table(["", "new tokens/s", "seconds", "CPU seconds", "peak MiB over loaded", "load s", "compile, warm-up s"], rows))
-    print(f"\nrljax / torch: {common.ratio(ours, peer)}")
-    for contestant in (ours, peer):
-        print(f"{contestant.name}: {contestant.ready['settings']}")
+    contestants = [common.Contestant(name, __file__, work, options) for name in WORKERS]
+    common.take_turns(contestants, options.repeats)
+    common.print_results(f"{options.sequences} sequences, {options.prompt} prompt and {options.new} new tokens each, "
+                         "float32, temperature 1", "new tokens", contestants)
 
 
 if __name__ == "__main__":

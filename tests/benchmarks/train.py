@@ -63,9 +63,10 @@ def rljax_worker(work: dict[str, Any]):
     def run() -> dict[str, Any]:
         batches = packing.pack(items, buckets=(work["row"],), max_tokens_per_device=work["max_tokens"], data_shards=1)
         kept["shapes"] = f"{len(batches)} micro-batches of {batches[0].tokens.shape[0]} x {work['row']}"
+        tokens = sum(len(item.tokens) for item in items)
         kept["state"], metrics = trainer.step(kept["state"], batches, on_policy=True)
         jax.block_until_ready(kept["state"])
-        return {"norm": float(metrics["grad_norm"])}
+        return {"tokens": tokens, "norm": float(metrics["grad_norm"])}
 
     start = time.perf_counter()
     run()
@@ -94,21 +95,21 @@ def torch_worker(work: dict[str, Any], way: str = ""):
         samples = sorted(samples, key=lambda sample: len(sample["tokens"]))
     batches = [_pad(torch, samples[i : i + BATCH], len(samples)) for i in range(0, len(samples), BATCH)]
 
-    def run() -> dict[str, Any]:
+    def run(batches=batches) -> dict[str, Any]:
         for batch in batches:
             _loss(torch, model, *batch).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return {"norm": float(norm)}
+        return {"tokens": sum(len(sample["tokens"]) for sample in samples), "norm": float(norm)}
 
     start = time.perf_counter()
     tried = {}
     for attention in ("eager", "sdpa"):
         model.set_attn_implementation(attention)
-        run()
+        run(batches[:1])
         begin = time.perf_counter()
-        run()
+        run(batches[:1])
         tried[attention] = time.perf_counter() - begin
     best = min(tried, key=tried.get)
     model.set_attn_implementation(best)
@@ -116,7 +117,7 @@ def torch_worker(work: dict[str, Any], way: str = ""):
     seconds = ", ".join(f"{name} {took:.1f} s" for name, took in tried.items())
     return {"load": loaded, "warm": time.perf_counter() - start, "resident": resident,
             "settings": f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()}"
-                        f" threads, {best} (tried: {seconds}), batches of {BATCH}"}, run
+                        f" threads, {best} (one batch: {seconds}), batches of {BATCH}"}, run
 
 
 def _pad(torch, samples: list[dict[str, Any]], total: int):
@@ -157,34 +158,12 @@ def main() -> None:
     if options.worker:
         return common.serve(prepare(options.worker))
     work = make_work(options)
-    python = common.peer_python(options.torch_env)
-    contestants = [common.Contestant("rljax", __file__, work, variables=common.OURS)]
-    for name in ("torch", *["torch:sorted", "torch:checkpoint"] * options.extra):
-        contestants.append(common.Contestant(name, __file__, work, python=python))
+    names = ["rljax", "torch", *["torch:sorted", "torch:checkpoint"] * options.extra]
+    contestants = [common.Contestant(name, __file__, work, options) for name in names]
     common.take_turns(contestants, options.repeats)
-    print_results(options, [len(sample["tokens"]) for sample in work["samples"]], contestants)
-
-
-def print_results(options, lengths: list[int], contestants: list[common.Contestant]) -> None:
-    """The table and what stands under it."""
-    rows = []
-    for contestant in contestants:
-        for run in contestant.runs:
-            run["rate"] = sum(lengths) / run["seconds"]
-        contestant.close()
-        ready, last = contestant.ready, contestant.runs[-1]
-        rows.append([contestant.name, f"{contestant.median('rate'):.0f}", f"{contestant.median('seconds'):.2f}", f"{contestant.median('cpu'):.1f}",
-                     f"{(last['peak'] - ready['resident']) / common.MIB:.0f}", f"{last['norm']:.5f}",
-                     f"{ready['load']:.1f}", f"{ready['warm']:.1f}"])
-    print(f"One update on {len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} together, "
-          f"float32; medians of {options.repeats} turns; {common.machine()}\n")
-    print(common.table(["", "real tokens/s", "seconds", "CPU seconds", "peak MiB over loaded", "gradient norm", "load s",
-                        "compile, warm-up s"], rows))
-    print()
-    for contestant in contestants[1:]:
-        print(f"rljax / {contestant.name}: {common.ratio(contestants[0], contestant)}")
-    for contestant in contestants:
-        print(f"{contestant.name}: {contestant.ready['settings']}")
+    lengths = [len(sample["tokens"]) for sample in work["samples"]]
+    common.print_results(f"One update on {len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens, "
+                         f"{sum(lengths)} together, float32", "real tokens", contestants, norm="norm")
 
 
 if __name__ == "__main__":
