@@ -11,9 +11,9 @@ if [ ! -x "$PYTHON" ]; then
   [ -x "$PYTHON" ] || { echo "error: no Python of version 3.11 or later found (tried python3, python3.11 to python3.14)" >&2; exit 1; }
 fi
 # Installing again after a change of pyproject.toml or another set of extras; otherwise nothing to do.
-wanted="$1 $(cksum pyproject.toml)"
-if [ "$(cat .venv/rljax-installed 2>/dev/null)" != "$wanted" ]; then
-  echo "installing rljax$1 into .venv"
+wanted="$(cksum pyproject.toml)"
+if [ "$(cat ".venv/installed$1" 2>/dev/null)" != "$wanted" ]; then
+  echo "installing rljax$1 into .venv: a minute or two, about 1.3 GB"
   "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable ".$1"
-  echo "$wanted" > .venv/rljax-installed
+  echo "$wanted" > ".venv/installed$1"
 fi

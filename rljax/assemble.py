@@ -68,7 +68,7 @@ def build(config: ConfigDict) -> Parts:
     source = prompt_source(config, tok, config.data.prompt_data, shuffle=config.data.shuffle)
     if config.algo.advantage_estimator == "sft":
         check_labels(config, tok, source)
-    eval_sets = [eval_set(config, tok, entry) for entry in config.eval.data]
+    eval_sets = [eval_set(config, tok, entry) for entry in config.eval.data if config.eval.interval]
     num_rollouts = config.rollout.num_rollouts
     if config.rollout.num_epochs:
         num_rollouts = max(1, config.rollout.num_epochs * source.num_rows // config.rollout.batch_size)
@@ -198,7 +198,11 @@ def eval_set(config: ConfigDict, tok: tokenizer.Tokenizer, entry: str) -> EvalSe
         if config.eval[key] >= 0:
             chosen[key] = config.eval[key]
     length = config.rollout.max_response_len if config.eval.max_response_len < 0 else config.eval.max_response_len
-    source = prompt_source(config, tok, path, shuffle=False)
+    try:
+        source = prompt_source(config, tok, path, shuffle=False)
+    except ValueError as error:
+        raise ValueError(f"eval.data {entry!r}: {error}. Evaluation sets are read with the data knobs: set eval.data to "
+                         f"name=path of your own, or eval.interval=0") from error
     return EvalSet(name, source, config.eval.n_samples, sampling_params(config, chosen, length))
 
 

@@ -14,6 +14,7 @@ import difflib
 import inspect
 import json
 import pathlib
+import re
 import traceback
 from collections.abc import Mapping
 from types import ModuleType
@@ -297,7 +298,10 @@ def _from_module(path: pathlib.Path, text: str, variant: str) -> Any:
     except (AttributeError, ImportError, KeyError, NameError, SyntaxError, TypeError) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f"{path}:{frames[-1].lineno}: {frames[-1].line}" if frames else str(path)
-        raise ValueError(f"{where}: {error}") from error
+        unknown = re.search(r'Key "(\w+)" does not exist', str(error))  # ml_collections' words; ours name the nearest
+        section = unknown and re.search(rf"(\w+)\W+{unknown[1]}\b", where)
+        name = f"{section[1]}.{unknown[1]}" if section and section[1] in DEFAULTS else unknown and unknown[1]
+        raise ValueError(f"{where}: " + (f"unknown knob {name}; {_suggest(name)}" if name else str(error))) from error
 
 
 def _from_file(path: pathlib.Path, variant: str) -> dict[str, Any]:

@@ -32,4 +32,5 @@ def resolve(path: str, patterns: list[str] | None = None) -> pathlib.Path:
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns or PATTERNS))
     except (OSError, ValueError) as error:  # hub errors derive from OSError (HTTP, offline) or ValueError (bad id)
-        raise ValueError(f"model path {path!r}: no such folder, and fetching it as a hub id failed: {error}") from error
+        raise ValueError(f"model path {path!r}: no such folder, and fetching it as a hub id failed: "
+                         f"{' '.join(str(error).split())}") from error

@@ -3,7 +3,7 @@
 --config NAME            a file of the working directory or of configs/, with :variant (default quickstart.py)
 --config.SECTION.KEY=V   one knob
 --print_config           show the resolved config and stop
---explain METRIC         what a metric means and where it is healthy
+--explain [METRIC]       what a metric means and where it is healthy; alone: their names
 
 A run whose log.dir exists goes on from its newest checkpoint. SIGTERM or Ctrl-C saves and ends; Ctrl-C again ends at
 once. Exit status: 0 done or saved on request, 1 failed while running, 2 bad input, 130 ended by a second Ctrl-C.
@@ -55,6 +55,8 @@ def _config(argv: list[str]) -> tuple[ConfigDict | None, str]:
         print(__doc__.strip())
     elif rest[:1] == ["--explain"] and len(rest) == 2:
         print(metric_names.explain(rest[1]))
+    elif rest == ["--explain"]:
+        print("\n".join(metric_names.METRICS))
     elif rest == ["--print_config"]:
         print(configs.resolved(configs.load(name, overrides)), end="")
     elif rest:
@@ -87,7 +89,7 @@ def run(config: ConfigDict, name: str) -> int:
         except OSError as error:
             return _fail(f"{error}; once that is mended, the same command with "
                          f"--config.log.dir={training.run_dir} goes on", 1)
-        _closing(config, training, time.monotonic() - started)
+        _closing(config, name, training, time.monotonic() - started)
     return 0
 
 
@@ -145,7 +147,7 @@ def _compilation_cache(jax) -> None:
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path("~/.cache/rljax/xla").expanduser()))
 
 
-def _closing(config: ConfigDict, training: Loop, seconds: float) -> None:
+def _closing(config: ConfigDict, name: str, training: Loop, seconds: float) -> None:
     """The curve, the table of what came out, and what to try next."""
     from rljax import metrics, plots
 
@@ -153,19 +155,24 @@ def _closing(config: ConfigDict, training: Loop, seconds: float) -> None:
     rows = [("after", f"{done} of {training.parts.num_rollouts} rollouts, {seconds:.0f} s")]
     first, last = plots.first_and_last(run_dir) if config.log.jsonl else ({}, {})
     rows += [(key, f"{first[key]:.3f} -> {last[key]:.3f}") for key in first]
+    if training.pool.errors or training.pool.timeouts:
+        rows.append(("reward errors", f"{training.pool.errors}, and {training.pool.timeouts} timeouts: fallback scores"))
     if first:
         plots.reward_curve([run_dir], run_dir / "reward.png")
         rows.append(("reward curve", str(run_dir / "reward.png")))
-    rows.append(("checkpoint", str(training.checkpoints.directory / str(done))))
+    rows.append(("checkpoint", os.path.relpath(training.checkpoints.directory / str(done))))
     if config.log.samples:
         rows.append(("samples", str(run_dir / "samples.jsonl")))
     if config.log.tensorboard:
         folder = os.environ.get("TENSORBOARD_DIR") or run_dir / "tensorboard"
-        rows.append(("TensorBoard", f"tensorboard --logdir {folder}"))
+        rows.append(("TensorBoard", f"{folder} (pip install tensorboard; tensorboard --logdir ...)"))
     if not training.finished:
         rows.append(("to go on", f"the same command with --config.log.dir={run_dir}"))
     elif config.log.jsonl:
-        rows.append(("next", f"python -m rljax.report {run_dir}"))
+        python = os.path.relpath(sys.executable) if sys.executable.startswith(os.getcwd()) else "python"
+        rows.append(("another seed", f"{python} -m rljax.launch --config {name}.py "
+                                     f"--config.train.seed={config.train.seed + 1}"))
+        rows.append(("compare", f"{python} -m rljax.report {run_dir} ANOTHER --out runs/curves.png"))
     print(metrics.summary(rows))
 
 

@@ -262,13 +262,14 @@ class _Progress:
                        progress.TextColumn("{task.fields[text]}"), progress.TimeElapsedColumn(),
                        progress.TextColumn("eta"), progress.TimeRemainingColumn())  # fmt: skip
             self._bar = progress.Progress(*columns, console=Console(), speed_estimate_period=600)
-            self._task = self._bar.add_task("rollout", total=total, completed=done, text="")
+            self._task = self._bar.add_task("rollout", total=total, completed=done, text="compiling")
             self._bar.start()
 
     def show(self, axis: str, step: int, values: Mapping[str, float]) -> None:
         """Show a rollout's figures, or those of an evaluation."""
         if axis == "eval":
-            means = [f"{name} {value:.3f}" for name, value in values.items() if name.count("/") == 1]
+            sets = [name for name in values if name.count("/") == 1]
+            means = [f"{name} {values[name]:.3f}" for name in sets if not any(name.startswith(f"{s}-") for s in sets)]
             self._print(f"after {step} rollouts: {'  '.join(means)}")
             return
         text = "  ".join(form.format(values[name]) for name, form in SHOWN.items() if name in values)

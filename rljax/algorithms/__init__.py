@@ -29,6 +29,9 @@ def find(name: str) -> Estimator:
     known = sorted(m.name for m in pkgutil.iter_modules(__path__))
     if not colon and name not in known:
         raise ValueError(f"algo.advantage_estimator {name!r}: there are {', '.join(known)}, or package.module:function")
+    if module.endswith(".py") or "/" in module:
+        raise ValueError(f"algo.advantage_estimator {name!r}: give a module's name, not a file's: for my_file.py in the working directory, "
+                         f"my_file:function")
     if colon and not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # as for rewards; `python -m` has it there already
     try:

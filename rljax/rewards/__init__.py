@@ -30,6 +30,9 @@ def find(name: str) -> Callable[..., Any]:
             raise ValueError(f"no reward {name!r}: there are {', '.join(names())}, or give package.module:function")
         return _attribute(f"{__name__}.{name}", "reward", name)
     module, _, attribute = name.partition(":")
+    if module.endswith(".py") or "/" in module:
+        raise ValueError(f"reward {name!r}: give a module's name, not a file's: for my_file.py in the working directory, "
+                         f"my_file:function")
     return _attribute(module, attribute, name)
 
 

@@ -153,6 +153,7 @@ class RewardPool:
         self.fallback = float(fallback)
         self.size = workers or min(os.cpu_count() or 1, 8)
         self.errors = self.timeouts = self.restarts = 0
+        self._reasons: collections.Counter[str] = collections.Counter()  # of fallbacks; not every one is logged
         self._waiting: collections.deque[_Task] = collections.deque()
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -333,7 +334,11 @@ class RewardPool:
                 self._no_start(f"no sign of life after {_START_TIMEOUT_S:g} s of importing")
 
     def _fall_back(self, task: _Task, reason: str) -> None:
-        log.warning("reward of sample %d: %s; it gets the fallback %g", task.uid, reason, self.fallback)
+        self._reasons[reason] += 1
+        count = self._reasons[reason]
+        if count <= 3 or count in (10, 100) or count % 1000 == 0:
+            often = f" (the {count}th time)" if count > 3 else ""
+            log.warning("reward of sample %d: %s; it gets the fallback %g%s", task.uid, reason, self.fallback, often)
         task.future.set_result(RewardResult(self.fallback, {}, reason))
 
     def _remove(self, one: _Worker) -> int:
