@@ -67,8 +67,9 @@ def build(config: ConfigDict) -> Parts:
     tok = tokenizer.load(config.model.path, json.loads(config.model.chat_template_kwargs))
     source = prompt_source(config, tok, config.data.prompt_data, shuffle=config.data.shuffle)
     if config.algo.advantage_estimator == "sft":
-        check_labels(config, tok, source)
+        check_labels(config, tok, source, cfg.vocab_size)
     eval_sets = [eval_set(config, tok, entry) for entry in config.eval.data if config.eval.interval]
+    check_vocabulary(config, cfg, [source, *(one.source for one in eval_sets)])
     num_rollouts = config.rollout.num_rollouts
     if config.rollout.num_epochs:
         num_rollouts = max(1, config.rollout.num_epochs * source.num_rows // config.rollout.batch_size)
@@ -85,6 +86,16 @@ def build(config: ConfigDict) -> Parts:
         tok, mesh, trainer, engine, scheduler, source, eval_sets, sampling, estimator, num_rollouts, updates,
         state_shapes(cfg, optim), flops_per_token(cfg), peak_flops(jax.devices()[0].device_kind),
     )
+
+
+def check_vocabulary(config: ConfigDict, cfg: ModelConfig, sources: list[PromptSource]) -> None:
+    """ValueError for a prompt or a stop id with a token that the model has no row for."""
+    for source in sources:
+        if source.largest_id >= cfg.vocab_size:
+            raise ValueError(f"{source.prompt_data}: a prompt has token {source.largest_id}, but the model of "
+                             f"{config.model.path} has vocab_size {cfg.vocab_size}: its tokenizer is another model's")
+    if beyond := [one for one in config.rollout.stop_token_ids if one >= cfg.vocab_size]:
+        raise ValueError(f"rollout.stop_token_ids holds {beyond[0]}, but the model has vocab_size {cfg.vocab_size}")
 
 
 def state_shapes(cfg: ModelConfig, optim: OptimizerConfig) -> TrainState:
@@ -115,8 +126,9 @@ def peak_flops(device_kind: str) -> float | None:
     return next((peak for name, peak in PEAKS.items() if name in device_kind), None)
 
 
-def check_labels(config: ConfigDict, tok: tokenizer.Tokenizer, source: PromptSource) -> None:
-    """ValueError for a row whose label cannot be a supervised response: no text, or longer than max_response_len."""
+def check_labels(config: ConfigDict, tok: tokenizer.Tokenizer, source: PromptSource, vocab_size: int) -> None:
+    """ValueError for a row whose label cannot be a supervised response: no text, longer than max_response_len, or
+    with a token that the model has no row for."""
     place = source.state()
     limit = config.rollout.max_response_len
     for sample in source.take(source.num_rows):
@@ -124,10 +136,13 @@ def check_labels(config: ConfigDict, tok: tokenizer.Tokenizer, source: PromptSou
             raise ValueError(f"{config.data.prompt_data}: supervised data needs text labels; the prompt "
                              f"{sample.prompt!r} has {sample.label!r}")
         try:
-            length = len(tok.encode(sample.label)) + (tok.hf.eos_token_id is not None)
+            ids = [*tok.encode(sample.label), *([] if tok.hf.eos_token_id is None else [tok.hf.eos_token_id])]
         except ValueError as error:
             raise ValueError(f"{config.data.prompt_data}: the label of {sample.prompt!r}: {error}") from error
-        if length > limit:
+        if max(ids, default=0) >= vocab_size:
+            raise ValueError(f"{config.data.prompt_data}: the label of {sample.prompt!r} has token {max(ids)}, but the "
+                             f"model has vocab_size {vocab_size}")
+        if (length := len(ids)) > limit:
             raise ValueError(f"{config.data.prompt_data}: the label of the prompt {sample.prompt!r} has {length} "
                              f"tokens with its end token, above rollout.max_response_len {limit}")
     source.restore(place)
@@ -201,8 +216,8 @@ def eval_set(config: ConfigDict, tok: tokenizer.Tokenizer, entry: str) -> EvalSe
     try:
         source = prompt_source(config, tok, path, shuffle=False)
     except ValueError as error:
-        raise ValueError(f"eval.data {entry!r}: {error}. Evaluation sets are read with the data knobs: set eval.data to "
-                         f"name=path of your own, or eval.interval=0") from error
+        raise ValueError(f"eval.data {entry!r}: {error}. Evaluation sets are read with the data knobs: set eval.data "
+                         f"to name=path of your own, or eval.interval=0") from error
     return EvalSet(name, source, config.eval.n_samples, sampling_params(config, chosen, length))
 
 
@@ -316,4 +331,4 @@ def pack_shapes(config: ConfigDict, trainer: Trainer) -> dict[str, Any]:
 
 def checkpoint_dir(config: ConfigDict, run_dir: pathlib.Path) -> pathlib.Path:
     """checkpoint.dir, or the run's own."""
-    return pathlib.Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"
+    return pathlib.Path(config.checkpoint.dir).expanduser() if config.checkpoint.dir else run_dir / "checkpoints"

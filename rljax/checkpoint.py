@@ -143,12 +143,6 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
 
-    def latest(self) -> int | None:
-        """The newest whole checkpoint, as a number of rollouts, or None; waits for one that is being written."""
-        self.wait()
-        folder = newest(self.directory)
-        return None if folder is None else int(folder.name)
-
     def save(self, rollouts: int, state: TrainState, host: dict[str, Any]) -> None:
         """Save after `rollouts` rollouts; returns once the values are copied. OSError (a full disk, say) of this or
         an earlier save says where, and which checkpoint is the newest whole one. Where `rollouts` is saved already,

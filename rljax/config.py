@@ -220,10 +220,10 @@ def _typed(name: str, value: Any, source: str) -> Any:
 
 
 def _parse_tuple(text: str, element: type) -> tuple[Any, ...]:
-    """`('a','b')`, `[1, 2]`, `'a'` as Python writes them, or `a,b`; empty text is the empty tuple."""
-    text = text.strip()
-    if text[:1] in tuple("([\"'"):
-        value = ast.literal_eval(text)
+    """`('a','b')`, `[1, 2]`, `'a'` as Python writes them, or `a,b`, every space and line end kept; empty text is
+    the empty tuple."""
+    if text.strip()[:1] in tuple("([\"'"):
+        value = ast.literal_eval(text.strip())
         return tuple(value) if isinstance(value, (list, tuple)) else (value,)
     parts = text.split(",")
     return tuple(element(part) for part in (parts[:-1] if parts[-1] == "" else parts))
@@ -239,7 +239,7 @@ def parse_value(name: str, text: str) -> Any:
             value = _parse_tuple(text, _element(name))
         else:
             value = type(default)(text)
-    except (KeyError, ValueError, SyntaxError) as error:
+    except (KeyError, TypeError, ValueError, SyntaxError) as error:
         wanted = {bool: "true or false", tuple: f"a tuple of {_element(name).__name__}, such as a,b or ('a','b')"}
         kind = wanted.get(type(default), type(default).__name__)
         raise ValueError(f"command line: {name} = {text!r}: expected {kind}") from error
@@ -295,7 +295,9 @@ def _from_module(path: pathlib.Path, text: str, variant: str) -> Any:
         if variant and not inspect.signature(module.get_config).parameters:
             raise ValueError(f"{path}: has no variants, so {variant!r} is none of them")
         return module.get_config(variant) if variant else module.get_config()
-    except (AttributeError, ImportError, KeyError, NameError, SyntaxError, TypeError) as error:
+    except ValueError:
+        raise
+    except Exception as error:  # the boundary to a user's file: anything may go wrong in it
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         where = f"{path}:{frames[-1].lineno}: {frames[-1].line}" if frames else str(path)
         unknown = re.search(r'Key "(\w+)" does not exist', str(error))  # ml_collections' words; ours name the nearest

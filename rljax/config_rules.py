@@ -63,7 +63,7 @@ def validate(config: ConfigDict, num_devices: int) -> None:
     for section, keys in config.to_dict().items():
         for key, value in keys.items():
             if isinstance(value, float):
-                _require(math.isfinite(value), f"{section}.{key} = {value}: must be finite")
+                _require(abs(value) <= MOST_FLOAT, f"{section}.{key} = {value}: must be finite, also in float32")
     _check_text(config)
     _check_ranges(config)
     _check_rollout(config)
@@ -109,7 +109,7 @@ def _check_text(config: ConfigDict) -> None:
     _one_of("reward.type", config.reward.type, REWARDS, path=True)
     _one_of("optim.name", config.optim.name, OPTIMIZERS)
     _one_of("optim.schedule", config.optim.schedule, SCHEDULES)
-    for name in ("model.path", "data.prompt_data", "data.input_key", "data.label_key", "reward.key", "log.dir",
+    for name in ("model.path", "data.prompt_data", "data.input_key", "reward.key", "log.dir",
                  "checkpoint.load"):
         section, key = name.split(".")
         _require(bool(config[section][key].strip()), f"{name} is empty")
@@ -144,6 +144,11 @@ AT_LEAST = {  # knob -> smallest value
     "checkpoint.save_interval": 0, "checkpoint.keep": 1, "checkpoint.save_hf_interval": 0,
     "log.samples": 0, "log.interval": 1, "rollout.min_p": 0, "optim.b1": 0, "optim.b2": 0,
 }  # fmt: skip
+AT_MOST = {  # what the sampler's int32 arrays and 32-bit random keys hold
+    "rollout.top_k": 2**31 - 1, "eval.top_k": 2**31 - 1, "train.seed": 2**32 - 1,
+}  # fmt: skip
+LEAST_TEMPERATURE = 1e-6  # below it the logits overflow float32
+MOST_FLOAT = 3.4e38  # of float32
 ABOVE = {"rollout.temperature": 0, "reward.timeout_s": 0, "algo.eps_clip": 0, "algo.eps_clip_high": 0, "optim.eps": 0}
 BELOW = {"rollout.min_p": 1, "algo.eps_clip": 1, "optim.b1": 1, "optim.b2": 1}
 
@@ -160,6 +165,11 @@ def _check_ranges(config: ConfigDict) -> None:
     for name, low in ABOVE.items():
         why = "; greedy draws (0) are for eval.temperature only" if name == "rollout.temperature" else ""
         _require(value(name) > low, f"{name} = {value(name)}: must be above {low}{why}")
+    for name, high in AT_MOST.items():
+        _require(value(name) <= high, f"{name} = {value(name)}: must be at most {high}")
+    for name in ("rollout.temperature", "eval.temperature"):
+        cold = 0 < value(name) < LEAST_TEMPERATURE
+        _require(not cold, f"{name} = {value(name)}: must be at least {LEAST_TEMPERATURE}")
     for name, high in BELOW.items():
         _require(value(name) < high, f"{name} = {value(name)}: must be below {high}")
 

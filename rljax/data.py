@@ -85,6 +85,7 @@ class PromptSource:
             log.warning("%s: dropped %d of %d prompts that are longer than max_prompt_len %d tokens (the longest has "
                         "%d)", prompt_data, self.dropped, len(rows), max_prompt_len,
                         max(len(row.tokens) for row in rows))
+        self.largest_id = max(int(row.tokens.max()) for row in self._rows)
         self.epoch, self._index = 0, 0
         self._order = epoch_order(self.num_rows, seed, 0, shuffle)
 

@@ -156,7 +156,7 @@ def _closing(config: ConfigDict, name: str, training: Loop, seconds: float) -> N
     first, last = plots.first_and_last(run_dir) if config.log.jsonl else ({}, {})
     rows += [(key, f"{first[key]:.3f} -> {last[key]:.3f}") for key in first]
     if training.pool.errors or training.pool.timeouts:
-        rows.append(("reward errors", f"{training.pool.errors}, and {training.pool.timeouts} timeouts: fallback scores"))
+        rows.append(("fallback scores", f"{training.pool.errors} reward errors, {training.pool.timeouts} timeouts"))
     if first:
         plots.reward_curve([run_dir], run_dir / "reward.png")
         rows.append(("reward curve", str(run_dir / "reward.png")))

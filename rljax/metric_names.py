@@ -126,7 +126,8 @@ def explain(name: str) -> str:
     """Two lines, meaning and healthy range; an unknown name raises ValueError with the nearest ones."""
     known = find(name)
     if known is None:
-        near = [known for known in METRICS if name in known] or difflib.get_close_matches(name, METRICS, n=3, cutoff=0.0)
+        near = [entry for entry in METRICS if name in entry]
+        near = near or difflib.get_close_matches(name, METRICS, n=3, cutoff=0.0)
         raise ValueError(f"unknown metric {name!r}; the nearest are {', '.join(near)}")
     meaning, healthy = METRICS[known]
     return f"{name}: {meaning}\nhealthy: {healthy}"

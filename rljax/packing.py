@@ -272,7 +272,8 @@ def pack(
 
     T is the smallest bucket that holds the longest sample. R is data_shards times the rows of one shard, which are
     at most max(1, max_tokens_per_device // T) and as few as the samples need, rounded up to an eighth of that
-    maximum or to a power of two, whichever is less, so that few shapes are compiled. Shard d holds rows d R / data_shards and following. There are as many micro-batches as
+    maximum or to a power of two, whichever is less, so that few shapes are compiled. Shard d holds rows
+    d R / data_shards and following. There are as many micro-batches as
     first-fit decreasing needs, and samples are spread evenly over them, their shards and those shards' rows.
     Returns numpy arrays, int32 and float32; `sample_index` is the index into `samples`. Where loss_mask is 0,
     weight and advantage are 0, and so is what is not finite. No samples give no micro-batches.

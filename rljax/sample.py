@@ -72,8 +72,3 @@ class Sample:
     def to_json(self) -> dict[str, Any]:
         """Every field as plain JSON values."""
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Sample:
-        """The inverse of `to_json`; an unknown field raises TypeError."""
-        return cls(**fields)

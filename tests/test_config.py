@@ -284,7 +284,7 @@ BAD = [  # overrides of the quickstart, and words of the message
         ("algo.advantage_estimator", "grpo"), ("algo.surrogate", "clip"), ("algo.loss_aggregation", "token_mean"),
         ("algo.kl_loss_type", "low_var_kl"), ("algo.old_logprobs", "rollout"))],
     *[([f"{name}= "], [name, "empty"]) for name in ("model.path", "data.prompt_data", "data.input_key",
-                                                   "data.label_key", "reward.key", "log.dir", "checkpoint.load")],
+                                                   "reward.key", "log.dir", "checkpoint.load")],
     (["reward.type=mine:"], ["reward.type", "'mine:'"]),
     (["reward.type=a:b:c"], ["reward.type", "a:b:c"]),
     (["model.trainable=("], ["model.trainable", "regular expression"]),

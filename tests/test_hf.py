@@ -188,6 +188,9 @@ def test_only_the_wanted_slices_are_read():
         def get_shape(self):
             return self.tensor.get_shape()
 
+        def get_dtype(self):
+            return self.tensor.get_dtype()
+
         def __getitem__(self, index):
             values = self.tensor[index]
             asked.append((values.size, int(np.prod(self.get_shape()))))

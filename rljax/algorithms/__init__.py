@@ -30,13 +30,13 @@ def find(name: str) -> Estimator:
     if not colon and name not in known:
         raise ValueError(f"algo.advantage_estimator {name!r}: there are {', '.join(known)}, or package.module:function")
     if module.endswith(".py") or "/" in module:
-        raise ValueError(f"algo.advantage_estimator {name!r}: give a module's name, not a file's: for my_file.py in the working directory, "
-                         f"my_file:function")
+        raise ValueError(f"algo.advantage_estimator {name!r}: give a module's name, not a file's: my_file:function for my_file.py in "
+                         f"the working directory")
     if colon and not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # as for rewards; `python -m` has it there already
     try:
         found = getattr(importlib.import_module(module if colon else f"{__name__}.{name}"), function or "advantages")
-    except (ImportError, AttributeError, SyntaxError) as error:
+    except Exception as error:  # the boundary to a user's module: anything may go wrong while it is imported
         raise ValueError(f"algo.advantage_estimator {name!r}: {error}; built in are {', '.join(known)}") from error
     if not callable(found):
         raise ValueError(f"algo.advantage_estimator {name!r}: {function} is no function but of type "

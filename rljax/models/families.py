@@ -83,6 +83,9 @@ def from_hf(raw: Raw, eos: Any = None) -> ModelConfig:
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} is not supported; there are {', '.join(sorted(FAMILIES))}")
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise ValueError(f"config.json: {key} = {raw[key]!r}: expected an object")
     reader, keys = FAMILIES[model_type]
     _check_keys(raw, model_type, keys)
     _check_restated(raw)

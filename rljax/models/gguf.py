@@ -58,6 +58,10 @@ class Rows:
         """Sizes, rows first."""
         return self.shape
 
+    def get_dtype(self) -> str:
+        """What `__getitem__` gives."""
+        return "F32"
+
     def __getitem__(self, index: Any) -> np.ndarray:
         rows, *rest = index if isinstance(index, tuple) else (index,)
         data = self.tensor.data[rows if self.order is None else self.order[rows]]

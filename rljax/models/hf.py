@@ -19,12 +19,15 @@ from rljax.models.families import from_hf
 
 HARMLESS = "rotary_emb.inv_freq"  # a buffer that old versions saved; made from the config here
 COMPARE_ROWS = 4096
+DTYPES = ("BF16", "F16", "F32", "F64")  # others hold no weights as they stand: integers and float8 are quantised
 
 
 class Tensor(Protocol):
     """A tensor in a file: shape known, values read by slices."""
 
     def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
 
     def __getitem__(self, index: Any) -> np.ndarray: ...
 
@@ -119,6 +122,8 @@ def _check(cfg: ModelConfig, found: Mapping[str, Tensor], where: str) -> None:
         if name in expected:
             if shape != expected[name]:
                 problems.append(f"{name} has shape {list(shape)}, expected {list(expected[name])}")
+            if (dtype := tensor.get_dtype()) not in DTYPES:
+                problems.append(f"{name} holds {dtype}, which is none of {', '.join(DTYPES)}")
         elif name == "lm_head.weight" and cfg.tied:
             if not _equal(tensor, found.get("model.embed_tokens.weight")):
                 problems.append("lm_head.weight differs from the embedding, though tie_word_embeddings is true")

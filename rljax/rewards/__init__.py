@@ -31,8 +31,8 @@ def find(name: str) -> Callable[..., Any]:
         return _attribute(f"{__name__}.{name}", "reward", name)
     module, _, attribute = name.partition(":")
     if module.endswith(".py") or "/" in module:
-        raise ValueError(f"reward {name!r}: give a module's name, not a file's: for my_file.py in the working directory, "
-                         f"my_file:function")
+        raise ValueError(f"reward {name!r}: give a module's name, not a file's: my_file:function for my_file.py in "
+                         f"the working directory")
     return _attribute(module, attribute, name)
 
 

@@ -45,6 +45,8 @@ def normalize(result: Any, key: str) -> tuple[float | None, dict[str, float]]:
         return _number(result, "the reward"), {}
     if key not in result:
         raise ValueError(f"the reward's dict has no key {key!r}, only {sorted(map(str, result))}")
+    if bad := [name for name in map(str, result) if not name.isprintable() or not name]:
+        raise ValueError(f"the reward's dict has the key {bad[0]!r}, which cannot name a metric")
     parts = {str(name): _number(value, f"part {name!r}") for name, value in result.items()}
     return parts[key], {name: value for name, value in parts.items() if value is not None}
 
@@ -77,10 +79,13 @@ def main(descriptor: int, name: str, key: str, memory_mb: int, parent: int) -> N
 
 
 def _serve(connection: socket.socket, function: Callable[..., Any], key: str) -> None:
+    own = os.getpid()
     with asyncio.Runner() as runner, connection.makefile("rb") as stream:
         while header := stream.read(HEADER.size):
             body = stream.read(HEADER.unpack(header)[0])
             reply = _score(function, body, key, runner)
+            if os.getpid() != own:  # a child that the user's function forked and that came back: not the one to answer
+                os._exit(0)
             connection.sendall(frame(reply))
 
 
