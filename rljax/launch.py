@@ -149,7 +149,7 @@ def _compilation_cache(jax) -> None:
 
 def _closing(config: ConfigDict, name: str, training: Loop, seconds: float) -> None:
     """The curve, the table of what came out, and what to try next."""
-    from rljax import metrics, plots
+    from rljax import assemble, metrics, plots
 
     run_dir, done = training.run_dir, training.progress.rollouts
     rows = [("after", f"{done} of {training.parts.num_rollouts} rollouts, {seconds:.0f} s")]
@@ -160,7 +160,7 @@ def _closing(config: ConfigDict, name: str, training: Loop, seconds: float) -> N
     if first:
         plots.reward_curve([run_dir], run_dir / "reward.png")
         rows.append(("reward curve", str(run_dir / "reward.png")))
-    rows.append(("checkpoint", os.path.relpath(training.checkpoints.directory / str(done))))
+    rows.append(("checkpoint", str(assemble.checkpoint_dir(config, run_dir) / str(done))))
     if config.log.samples:
         rows.append(("samples", str(run_dir / "samples.jsonl")))
     if config.log.tensorboard:
