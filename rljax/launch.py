@@ -42,10 +42,7 @@ def main(argv: list[str]) -> int:
         config, name = _config(argv)
     except ValueError as error:
         return _fail(error, 2)
-    try:
-        return 0 if config is None else run(config, name)
-    except KeyboardInterrupt:
-        return _fail("ended at once, without saving", 130)
+    return 0 if config is None else run(config, name)
 
 
 def _config(argv: list[str]) -> tuple[ConfigDict | None, str]:
@@ -117,7 +114,7 @@ def prepare(config: ConfigDict, name: str, stack: contextlib.ExitStack, stopping
 
 
 class Stop:
-    """Whether SIGTERM or Ctrl-C has asked the run to save and end; Ctrl-C after that raises KeyboardInterrupt."""
+    """Whether SIGTERM or Ctrl-C has asked the run to save and end; Ctrl-C after that ends the process at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -135,7 +132,8 @@ class Stop:
 
     def _ask(self, number: int, _: object) -> None:
         if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            os.write(2, b"\x1b[?25h" * os.isatty(2) + b"error: ended at once, without saving\n")
+            os._exit(130)  # an exception raised inside a finaliser would be lost; reward workers die with this process
         if not self.asked:  # not print: the signal may have come inside one
             os.write(2, b"\nasked to stop: saving and ending; Ctrl-C (again) ends at once\n")
         self.asked = True
