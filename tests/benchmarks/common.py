@@ -152,7 +152,8 @@ def print_results(title: str, unit: str, contestants: Sequence[Contestant], **ex
         # Other load slows the contestants unequally (torch's threads wait for each other): the fastest runs had least.
         fastest = min(run["seconds"] for run in other.runs) / min(run["seconds"] for run in contestants[0].runs)
         print(f"{contestants[0].name} / {other.name}: {statistics.median(ratios):.2f} ({ratios[0]:.2f} to "
-              f"{ratios[-1]:.2f}) in speed, {fastest:.2f} between the fastest runs, {_peak(contestants[0]) / _peak(other):.2f} in peak memory")
+              f"{ratios[-1]:.2f}) in speed, {fastest:.2f} between the fastest runs, "
+              f"{_peak(contestants[0]) / _peak(other):.2f} in peak memory")
     for contestant in contestants:
         print(f"{contestant.name}: {contestant.ready['settings']}")
 
