@@ -232,7 +232,8 @@ def sampling_params(config: ConfigDict, knobs: ConfigDict, length: int) -> Sampl
 def loss_config(config: ConfigDict) -> LossConfig:
     """The `algo` knobs that the device loss reads, with temperature and dtypes."""
     algo, dtype = config.algo, compute_dtype(config.model.compute_dtype)
-    remat = config.model.remat == "full" or (config.model.remat == "auto" and jax.default_backend() != "cpu")
+    by_default = "dots" if jax.default_backend() == "cpu" else "full"
+    remat = by_default if config.model.remat == "auto" else config.model.remat
     return LossConfig(
         surrogate=algo.surrogate, eps_clip=algo.eps_clip, eps_clip_high=algo.eps_clip_high, dual_clip=algo.dual_clip,
         kl_loss_coef=algo.kl_loss_coef, kl_loss_type=algo.kl_loss_type, kl_metric=algo.kl_metric,

@@ -35,7 +35,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "init": "load",  # load the weights of path, or random: new ones from train.seed
         "ref_path": "",  # the reference of the KL; "" = the starting weights
         "compute_dtype": "auto",  # auto (bfloat16 on accelerators, float32 on CPU), bfloat16, float32
-        "remat": "auto",  # what the backward pass recomputes: auto, none, full (every layer)
+        "remat": "auto",  # what the backward pass makes again: auto (dots on a CPU, else full), none, dots, full
         "chat_template": True,  # text prompts become one user message, where the tokenizer has a template
         "chat_template_kwargs": "{}",  # JSON object handed to the template, such as {"enable_thinking": false}
         "trainable": ".*",  # regex on leaf names: what is trained

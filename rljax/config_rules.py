@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 DTYPES = ("auto", "bfloat16", "float32")
 FILE_DTYPES = ("float32", "bfloat16", "float16")
 INITS = ("load", "random")
-REMAT = ("auto", "none", "full")
+REMAT = ("auto", "none", "dots", "full")
 ESTIMATORS = ("grpo", "sft")
 SURROGATES = ("clip", "sft")
 REWARDS = ("math", "gsm8k", "exact_match", "format")

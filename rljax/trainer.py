@@ -40,7 +40,7 @@ class LossConfig:
     old_logprobs: str = "batch"  # batch: as given; self: this very pass, for the only update of a rollout
     temperature: float = 1.0
     compute_dtype: Any = jnp.float32
-    remat: bool = False
+    remat: str = "none"  # none, dots, full: what the backward pass makes again
     vocab_chunk: int = 8192
 
     @property
@@ -120,13 +120,19 @@ def update_step(optimizer, optim: OptimizerConfig, clip_grad: float, state: Trai
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     scale = jnp.minimum(1.0, clip_grad / (norm + 1e-6)) if clip_grad > 0 else 1.0
-    updates, opt_state = optimizer.update(jax.tree.map(lambda g: g * scale, grads), state.opt_state, state.params)
-    # A frozen leaf is not even added 0 to, which would turn -0.0 into 0.0.
-    params = jax.tree.map(lambda p, u, m: p + u if m else p, state.params, updates, moves)
-    moved = TrainState(state.step + 1, params, opt_state, jnp.int32(0))
-    stayed = state.replace(nonfinite=state.nonfinite + 1)
-    metrics = {"grad_norm": norm, "lr": learning_rate(optim, state.step), "nonfinite": stayed.nonfinite * ~finite}
-    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, stayed), metrics
+
+    def move(state: TrainState) -> TrainState:
+        updates, opt_state = optimizer.update(jax.tree.map(lambda g: g * scale, grads), state.opt_state, state.params)
+        # A frozen leaf is not even added 0 to, which would turn -0.0 into 0.0.
+        params = jax.tree.map(lambda p, u, m: p + u if m else p, state.params, updates, moves)
+        return TrainState(state.step + 1, params, opt_state, jnp.int32(0))
+
+    def stay(state: TrainState) -> TrainState:
+        return state.replace(nonfinite=state.nonfinite + 1)
+
+    # A choice between branches works in place; one between values would hold both states.
+    new = jax.lax.cond(finite, move, stay, state)
+    return new, {"grad_norm": norm, "lr": learning_rate(optim, state.step), "nonfinite": new.nonfinite}
 
 
 class Trainer:

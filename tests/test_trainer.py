@@ -135,13 +135,13 @@ def test_eight_devices_packed_or_not():
 
 
 def test_eight_devices_with_heads_that_they_do_not_divide_and_remat():
-    one = trainer(ODD, dataclasses.replace(ODD_LOSS, remat=True), (2, 2, 2))
+    one = trainer(ODD, dataclasses.replace(ODD_LOSS, remat="full"), (2, 2, 2))
     layouts = [packed(samples(ODD, step), shards=4) for step in range(2)] + [one_per_row(samples(ODD, 2))]
     assert_same_training(steps(one, layouts), reference(ODD, ODD_LOSS))
 
 
 def test_each_device_holds_its_share_of_parameters_and_moments():
-    one = trainer(ODD, dataclasses.replace(ODD_LOSS, remat=True), (2, 2, 2))
+    one = trainer(ODD, dataclasses.replace(ODD_LOSS, remat="full"), (2, 2, 2))
     state = fresh(one)
     matrices = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.size > 1000]
     assert len(matrices) == 3 * 9
@@ -355,7 +355,7 @@ def test_half_precision_compute_keeps_float32_weights_moments_and_gradients():
 
 
 def test_remat_changes_nothing_but_memory():
-    one = trainer(loss=dataclasses.replace(LOSS, remat=True))
+    one = trainer(loss=dataclasses.replace(LOSS, remat="full"))
     assert_same_training(steps(one, [packed(samples(step=step)) for step in range(3)]), reference(BASE, LOSS))
 
 

@@ -20,6 +20,7 @@ from rljax.models.config import ModelConfig
 Params = dict[str, Any]
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
 
+REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
 ROWS = ("batch", None, None)  # logical axes of activations [R, T, D]
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -232,13 +233,14 @@ def forward(
     segment_ids: jax.Array,
     *,
     dtype: Any = None,
-    remat: bool = False,
+    remat: str = "none",
 ) -> jax.Array:
     """Hidden states after the final norm, [R, T, D] in `dtype`, of packed rows.
 
     tokens, positions, segment_ids: [R, T] int32, segment 0 = padding. Attention is causal inside a segment.
     `dtype` is the compute dtype (None = that of the parameters); each layer's parameters are cast inside the scan,
-    so the cast copy is one layer large. `remat` recomputes each layer in the backward pass.
+    so the cast copy is one layer large. `remat`: what the backward pass makes again: none, dots (all but the products
+    with weights) or full (every layer).
     """
     dtype = params["embed"].dtype if dtype is None else dtype
     cos, sin = rope_tables(cfg, positions)
@@ -262,7 +264,8 @@ def forward(
         x = layer(cfg, LayerKind(window, cos[table], sin[table]), weights, x, attend)
         return sharding.constrain(x, ROWS), None
 
-    step = jax.checkpoint(step, prevent_cse=False) if remat else step
+    if remat != "none":
+        step = jax.checkpoint(step, prevent_cse=False, policy=REMAT[remat])
     # Each device looks up its part of the width for all rows of its group: only activations travel, not the table.
     x = embed(cfg, params, sharding.constrain(tokens, ("group", None)), dtype)
     x = sharding.constrain(sharding.constrain(x, ("group", None, "embed")), ROWS)

@@ -49,7 +49,7 @@ def rljax_worker(work: dict[str, Any]):
 
     start = time.perf_counter()
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    trainer = Trainer(models.load_config(work["model"]), mesh, LossConfig(), OptimizerConfig(lr=0.0))
+    trainer = Trainer(models.load_config(work["model"]), mesh, LossConfig(remat="dots"), OptimizerConfig(lr=0.0))
     params = models.load(work["model"], shardings=trainer.shardings)[1]
     kept = {"state": jax.block_until_ready(trainer.init(params))}
     del params
