@@ -131,12 +131,12 @@ class Stop:
         return self.asked
 
     def _ask(self, number: int, _: object) -> None:
-        if self.asked and number == signal.SIGINT:
+        again, self.asked = self.asked, True  # before the words: their reader may send the next signal at once
+        if again and number == signal.SIGINT:
             os.write(2, b"\x1b[?25h" * os.isatty(2) + b"error: ended at once, without saving\n")
             os._exit(130)  # an exception raised inside a finaliser would be lost; reward workers die with this process
-        if not self.asked:  # not print: the signal may have come inside one
+        if not again:  # not print: the signal may have come inside one
             os.write(2, b"\nasked to stop: saving and ending; Ctrl-C (again) ends at once\n")
-        self.asked = True
 
 
 def _compilation_cache(jax) -> None:
