@@ -11,6 +11,7 @@ from rljax import sharding
 
 MASKED = -1e30  # finite, so that a fully masked row (padding) gives no nan
 QUERY_CHUNK = 512
+TOKEN_BLOCK = 256  # tokens of one block of logits, at least
 
 
 def softcap(x: jax.Array, cap: float) -> jax.Array:
@@ -68,18 +69,21 @@ def token_logprobs(
     hidden: jax.Array,
     head: jax.Array,
     targets: jax.Array,
+    mask: jax.Array,
     *,
     temperature: float = 1.0,
     softcap: float = 0.0,
     chunk: int = 8192,
     shards: int = 1,
+    groups: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-prob of `targets` and entropy of the tempered softmax, without ever holding [R, T, V].
+    """Log-prob of `targets` and entropy of the tempered softmax where `mask` is set, without ever holding [R, T, V].
 
-    hidden [R, T, D] (already shifted: entry t predicts token t), head [V, D], targets [R, T] int32. Logits, in
-    float32, are made `chunk` vocabulary rows at a time, forward with a running maximum and again in the backward
-    pass. `shards`: how many parts of the vocabulary lie on different devices; a chunk takes rows from each, so
-    that none moves. Returns (logp, entropy), [R, T] float32, nats. Both are differentiable.
+    hidden [R, T, D] (already shifted: entry t predicts token t), head [V, D], targets [R, T] int32, mask [R, T]: where
+    it is 0, both results are 0 and cost next to nothing. Logits, in float32, are made for `chunk` vocabulary rows and
+    a block of tokens at a time, forward with a running maximum and again in the backward pass. `shards`: how many
+    parts of the vocabulary lie on different devices (a chunk takes rows from each, so that none moves); `groups`: how
+    many parts of the rows do, a divisor of R. Returns (logp, entropy), [R, T] float32, nats. Both are differentiable.
     """
     vocab = head.shape[0]
     rows = -(-vocab // shards)  # of one shard
@@ -89,18 +93,40 @@ def token_logprobs(
     padded = jnp.pad(head, ((0, shards * rows - vocab), (0, 0))).reshape(shards, rows, -1)
     padded = jnp.pad(padded, ((0, 0), (0, parts * width - rows), (0, 0)))
     chunks = padded.reshape(shards, parts, width, -1).swapaxes(0, 1)
-    return _chunked_logprobs((vocab, rows, temperature, softcap), hidden, chunks, targets)
+    hidden, targets, wanted = (_grouped(x, groups) for x in (hidden, targets, mask > 0))
+    static = (vocab, rows, temperature, softcap)
+    return tuple(x.reshape(mask.shape) for x in _chunked_logprobs(static, hidden, chunks, targets, wanted))
+
+
+def _grouped(x: jax.Array, groups: int) -> jax.Array:
+    """[R, T, ...] as [groups, tokens, ...]."""
+    x = x.reshape(groups, -1, *x.shape[2:])
+    return sharding.constrain(x, ("batch",) + (None,) * (x.ndim - 1))
+
+
+def _wanted_first(wanted):
+    """(block size, order [G, N] with each group's wanted tokens first, where each token went [G, N], number of blocks
+    that hold a wanted token)."""
+    block = min(wanted.shape[1], max(TOKEN_BLOCK, -(-wanted.shape[1] // 8)))
+    order = jnp.argsort(~wanted, axis=1, stable=True)
+    return block, order, jnp.argsort(order, axis=1), -(-wanted.sum(1).max() // block)
+
+
+def _take(x, index, block=1):
+    """x [G, N, ...] at index [G, N] of its second axis, zeros behind up to whole blocks."""
+    x = jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
+    return jnp.pad(x, ((0, 0), (0, -index.shape[1] % block)) + ((0, 0),) * (x.ndim - 2))
 
 
 def _chunk_logits(static, hidden, weights, part):
-    """(tempered logits, untempered ones), [R, T, shards, width], of one chunk and the vocabulary ids [shards, width]
+    """(tempered logits, untempered ones), [G, B, shards, width], of one chunk and the vocabulary ids [shards, width]
     of its rows, -1 for padding. A logit of -inf (a token that cannot be) becomes `MASKED`, for 0 * inf would be nan."""
     vocab, rows, temperature, cap = static
     shards, width, _ = weights.shape
     row = part * width + jnp.arange(width)[None, :]
     ids = jnp.arange(shards)[:, None] * rows + row
     ids = jnp.where((row < rows) & (ids < vocab), ids, -1)
-    raw = softcap(jnp.einsum("rtd,swd->rtsw", hidden, weights, preferred_element_type=jnp.float32), cap)
+    raw = softcap(jnp.einsum("gbd,swd->gbsw", hidden, weights, preferred_element_type=jnp.float32), cap)
     raw = sharding.constrain(raw, ("batch", None, "vocab", None))
     return jnp.where(ids >= 0, jnp.maximum(raw / temperature, MASKED), MASKED), raw, ids
 
@@ -111,51 +137,71 @@ def _whole(weights):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked_logprobs(static, hidden, chunks, targets):
-    return _chunked_forward(static, hidden, chunks, targets)[0]
+def _chunked_logprobs(static, hidden, chunks, targets, wanted):
+    return _chunked_forward(static, hidden, chunks, targets, wanted)[0]
 
 
-def _chunked_forward(static, hidden, chunks, targets):
-    def body(carry, item):
-        top, total, weighted, target_logit = carry
-        logits, _, ids = _chunk_logits(static, hidden, _whole(item[0]), item[1])
-        new_top = jnp.maximum(top, logits.max((-2, -1)))
-        scale = jnp.exp(top - new_top)
-        mass = jnp.exp(logits - new_top[..., None, None])
-        total = total * scale + mass.sum((-2, -1))
-        weighted = weighted * scale + (mass * logits).sum((-2, -1))
-        hit = ids == targets[..., None, None]
-        return (new_top, total, weighted, target_logit + jnp.where(hit, logits, 0.0).sum((-2, -1))), None
+def _chunked_forward(static, hidden, chunks, targets, wanted):
+    block, order, place, used = _wanted_first(wanted)
+    hidden, targets = _take(hidden, order, block), _take(targets, order, block)
+
+    def one_chunk(carry, item):
+        weights = _whole(item[0])
+
+        def one_block(index, carry):
+            at = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=index * block, slice_size=block, axis=1)
+            top, total, weighted, target_logit = (at(x) for x in carry)
+            logits, _, ids = _chunk_logits(static, at(hidden), weights, item[1])
+            new_top = jnp.maximum(top, logits.max((-2, -1)))
+            scale = jnp.exp(top - new_top)
+            mass = jnp.exp(logits - new_top[..., None, None])
+            hit = ids == at(targets)[..., None, None]
+            new = (new_top, total * scale + mass.sum((-2, -1)), weighted * scale + (mass * logits).sum((-2, -1)),
+                   target_logit + jnp.where(hit, logits, 0.0).sum((-2, -1)))
+            return tuple(jax.lax.dynamic_update_slice_in_dim(x, y, index * block, 1) for x, y in zip(carry, new))
+
+        return jax.lax.fori_loop(0, used, one_block, carry), None
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
     carry = (zeros + MASKED, zeros, zeros, zeros)
-    (top, total, weighted, target_logit), _ = jax.lax.scan(body, carry, (chunks, jnp.arange(chunks.shape[0])))
+    (top, total, weighted, target_logit), _ = jax.lax.scan(one_chunk, carry, (chunks, jnp.arange(chunks.shape[0])))
     normalizer = top + jnp.log(total)
     logp, entropy = target_logit - normalizer, normalizer - weighted / total
-    return (logp, entropy), (hidden, chunks, targets, normalizer, entropy)
+    results = tuple(jnp.where(wanted, _take(x, place), 0.0) for x in (logp, entropy))
+    return results, (hidden, chunks, targets, normalizer, entropy, wanted)
 
 
 def _chunked_backward(static, saved, cotangents):
-    hidden, chunks, targets, normalizer, entropy = saved
-    d_logp, d_entropy = (x[..., None, None] for x in cotangents)
+    hidden, chunks, targets, normalizer, entropy, wanted = saved
+    block, order, place, used = _wanted_first(wanted)
+    d_logp, d_entropy = (_take(jnp.where(wanted, x, 0.0), order, block) for x in cotangents)
     _, _, temperature, cap = static
 
-    def body(d_hidden, item):
+    def one_chunk(d_hidden, item):
         weights = _whole(item[0])
-        logits, raw, ids = _chunk_logits(static, hidden, weights, item[1])
-        surprise = logits - normalizer[..., None, None]
-        p = jnp.exp(surprise)
-        d = d_logp * ((ids == targets[..., None, None]) - p) - d_entropy * p * (surprise + entropy[..., None, None])
-        d = d / temperature * (1.0 - (raw / cap) ** 2 if cap else 1.0)
-        d = d.astype(hidden.dtype)
-        d_hidden += jnp.einsum("rtsw,swd->rtd", d, weights, preferred_element_type=jnp.float32)
-        d_weights = jnp.einsum("rtsw,rtd->swd", d, hidden, preferred_element_type=jnp.float32)
-        d_weights = sharding.constrain(d_weights, ("vocab", None, "embed"))
-        return d_hidden, d_weights.astype(chunks.dtype)
+
+        def one_block(index, carry):
+            def at(x):
+                part = jax.lax.dynamic_slice_in_dim(x, index * block, block, axis=1)
+                return part[..., None, None] if x.ndim == 2 else part
+
+            logits, raw, ids = _chunk_logits(static, at(hidden), weights, item[1])
+            surprise = logits - at(normalizer)
+            p = jnp.exp(surprise)
+            d = at(d_logp) * ((ids == at(targets)) - p) - at(d_entropy) * p * (surprise + at(entropy))
+            d = (d / temperature * (1.0 - (raw / cap) ** 2 if cap else 1.0)).astype(hidden.dtype)
+            d_hidden, d_weights = carry
+            more = jnp.einsum("gbsw,swd->gbd", d, weights, preferred_element_type=jnp.float32)
+            d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, at(d_hidden) + more, index * block, 1)
+            return d_hidden, d_weights + jnp.einsum("gbsw,gbd->swd", d, at(hidden), preferred_element_type=jnp.float32)
+
+        d_hidden, d_weights = jax.lax.fori_loop(0, used, one_block, (d_hidden, jnp.zeros(weights.shape, jnp.float32)))
+        return d_hidden, sharding.constrain(d_weights, ("vocab", None, "embed")).astype(chunks.dtype)
 
     zeros = jnp.zeros(hidden.shape, jnp.float32)
-    d_hidden, d_chunks = jax.lax.scan(body, zeros, (chunks, jnp.arange(chunks.shape[0])))
-    return d_hidden.astype(hidden.dtype), d_chunks, None
+    d_hidden, d_chunks = jax.lax.scan(one_chunk, zeros, (chunks, jnp.arange(chunks.shape[0])))
+    d_hidden = jnp.where(wanted[..., None], _take(d_hidden, place), 0.0)
+    return d_hidden.astype(hidden.dtype), d_chunks, None, None
 
 
 _chunked_logprobs.defvjp(_chunked_forward, _chunked_backward)

@@ -22,6 +22,7 @@ from rljax.models.config import ModelConfig
 from rljax.optimizer import OptimizerConfig, learning_rate, make_optimizer, state_shardings, trainable_mask
 from rljax.types import PackedBatch, Params, TrainState
 
+Shards = tuple[int, int]  # how many parts of the rows, and of the vocabulary, lie on different devices
 Sums = dict[str, jax.Array]  # scalars; sums over the micro-batches of a step, `_max` keys maxima
 
 
@@ -49,16 +50,17 @@ class LossConfig:
         return self.kl_loss_coef > 0 or self.kl_metric
 
 
-def token_scores(cfg: ModelConfig, loss: LossConfig, shards: int, params: Params, batch: PackedBatch):
-    """Log-prob of each token given those before it in its segment, and the entropy there: [R, T] float32, nats."""
+def token_scores(cfg: ModelConfig, loss: LossConfig, shards: Shards, params: Params, batch: PackedBatch):
+    """Log-prob of each trained token given those before it in its segment, and the entropy there: [R, T] float32,
+    nats, 0 where loss_mask is."""
     hidden = decoder.forward(
         cfg, params, batch.tokens, batch.positions, batch.segment_ids, dtype=loss.compute_dtype, remat=loss.remat
     )
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     head = decoder.head_weight(cfg, params).astype(loss.compute_dtype)
     return ops.token_logprobs(
-        before, head, batch.tokens, temperature=loss.temperature, softcap=cfg.logits_softcap,
-        chunk=loss.vocab_chunk, shards=shards,
+        before, head, batch.tokens, batch.loss_mask, temperature=loss.temperature, softcap=cfg.logits_softcap,
+        chunk=loss.vocab_chunk, groups=shards[0], shards=shards[1],
     )
 
 
@@ -101,7 +103,7 @@ def _observe(mask, logp, old, clipped, rollout_logprobs) -> Sums:
     }
 
 
-def accumulate_step(cfg, loss: LossConfig, shards: int, params: Params, batch: PackedBatch, grads: Params, sums: Sums):
+def accumulate_step(cfg, loss: LossConfig, shards: Shards, params: Params, batch: PackedBatch, grads: Params, sums: Sums):
     """Add the gradients and sums of one micro-batch to those so far."""
 
     def objective(p):
@@ -151,12 +153,12 @@ class Trainer:
         optimizer = make_optimizer(optim, shapes)
         opt_shardings = state_shardings(optimizer, shapes, self.shardings, whole)
         self.state_shardings = TrainState(whole, self.shardings, opt_shardings, whole)
-        tensor = mesh.shape["tensor"]
+        shards = self.data_shards, mesh.shape["tensor"]
         self._init = jax.jit(optimizer.init, out_shardings=opt_shardings)
-        self._score = jax.jit(functools.partial(token_scores, cfg, loss, tensor), out_shardings=self.batch_sharding)
+        self._score = jax.jit(functools.partial(token_scores, cfg, loss, shards), out_shardings=self.batch_sharding)
         self._accumulate = {
             old: jax.jit(
-                functools.partial(accumulate_step, cfg, dataclasses.replace(loss, old_logprobs=old), tensor),
+                functools.partial(accumulate_step, cfg, dataclasses.replace(loss, old_logprobs=old), shards),
                 donate_argnums=(2, 3), out_shardings=(self.shardings, whole),
             )
             for old in ("batch", "self")
@@ -180,7 +182,7 @@ class Trainer:
         return sharding.to_devices(batch, self.batch_sharding)
 
     def score(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, jax.Array]:
-        """(log-probs, entropies), [R, T] float32, nats; meaningless where loss_mask is 0."""
+        """(log-probs, entropies), [R, T] float32, nats; 0 where loss_mask is."""
         with jax.set_mesh(self.mesh):
             return self._score(params, self.put(batch))
 

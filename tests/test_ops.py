@@ -114,13 +114,18 @@ def plain_logprobs(hidden, head, targets, temperature, cap):
     return jnp.take_along_axis(logp, targets[..., None], -1)[..., 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
 
-def combined(function, targets):
+def fast_logprobs(hidden, head, targets, mask=None, **settings):
+    """`ops.token_logprobs`, of all tokens without a mask."""
+    return ops.token_logprobs(hidden, head, targets, np.ones(targets.shape) if mask is None else mask, **settings)
+
+
+def combined(function, targets, mask=1.0):
     """A scalar of both results whose gradient weighs every token differently, zero weights among them."""
-    weights = np.linspace(-1, 1, targets.size, dtype=np.float32).reshape(targets.shape)
+    weights = np.linspace(-1, 1, targets.size, dtype=np.float32).reshape(targets.shape) * mask
 
     def total(hidden, head):
         logp, entropy = function(hidden, head, targets)
-        return jnp.sum(weights * logp) + jnp.sum(weights[::-1] * entropy), (logp, entropy)
+        return jnp.sum(weights * logp) + jnp.sum((1 - weights) * mask * entropy), (logp, entropy)
 
     return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
 
@@ -135,7 +140,7 @@ def test_token_logprobs_against_the_formula(vocab, chunk, shards, temperature, c
     hidden, head = rng.normal(size=(2, 5, 16)).astype(np.float32), rng.normal(size=(vocab, 16)).astype(np.float32)
     targets = rng.integers(0, vocab, (2, 5)).astype(np.int32)
     targets[0, :2] = 0, vocab - 1
-    fast = functools.partial(ops.token_logprobs, temperature=temperature, softcap=cap, chunk=chunk, shards=shards)
+    fast = functools.partial(fast_logprobs, temperature=temperature, softcap=cap, chunk=chunk, shards=shards)
     gradients, values = combined(fast, targets)(hidden, head)
     plain = functools.partial(plain_logprobs, temperature=temperature, cap=cap)
     with jax.enable_x64(True):
@@ -145,17 +150,35 @@ def test_token_logprobs_against_the_formula(vocab, chunk, shards, temperature, c
         np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("block", [1, 3, 4, 100])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_only_tokens_of_the_mask_are_computed(monkeypatch, block, groups):
+    monkeypatch.setattr(ops, "TOKEN_BLOCK", block)
+    rng = np.random.default_rng(4)
+    hidden, head = rng.normal(size=(3, 11, 8)).astype(np.float32), rng.normal(size=(20, 8)).astype(np.float32)
+    targets = rng.integers(0, 20, (3, 11)).astype(np.int32)
+    for share in (0.0, 0.4, 1.0):
+        mask = (rng.random((3, 11)) < share).astype(np.int32)
+        fast = functools.partial(fast_logprobs, mask=mask, chunk=7, groups=groups)
+        found = combined(fast, targets, mask)(hidden, head)
+        plain = combined(functools.partial(plain_logprobs, temperature=1.0, cap=0.0), targets, mask)
+        gradients, values = plain(hidden, head)
+        expected = gradients, [np.where(mask, value, 0.0) for value in values]
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("vocab", [40, 37])
 def test_token_logprobs_split_over_devices(vocab):
     rng = np.random.default_rng(2)
     hidden, head = rng.normal(size=(4, 6, 16)).astype(np.float32), rng.normal(size=(vocab, 16)).astype(np.float32)
     targets = rng.integers(0, vocab, (4, 6)).astype(np.int32)
-    expected = combined(functools.partial(ops.token_logprobs, chunk=6), targets)(hidden, head)
+    expected = combined(functools.partial(fast_logprobs, chunk=6), targets)(hidden, head)
     mesh = sharding.make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
         split = sharding.to_devices(head, sharding.named(("vocab", "embed"), sharding.TRAIN_RULES, mesh, head.shape))
         rows = sharding.to_devices(hidden, sharding.named(("batch", None, None), sharding.TRAIN_RULES, mesh))
-        found = combined(functools.partial(ops.token_logprobs, chunk=6, shards=2), targets)(rows, split)
+        found = combined(functools.partial(fast_logprobs, chunk=6, shards=2, groups=4), targets)(rows, split)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
 
@@ -163,10 +186,10 @@ def test_token_logprobs_split_over_devices(vocab):
 def test_entropy_of_an_even_and_of_a_certain_distribution():
     hidden = np.ones((1, 1, 1), np.float32)
     targets = np.zeros((1, 1), np.int32)
-    logp, entropy = ops.token_logprobs(hidden, np.zeros((50, 1), np.float32), targets, chunk=7)
+    logp, entropy = fast_logprobs(hidden, np.zeros((50, 1), np.float32), targets, chunk=7)
     assert float(entropy[0, 0]) == pytest.approx(np.log(50), rel=1e-6)
     assert float(logp[0, 0]) == pytest.approx(-np.log(50), rel=1e-6)
-    logp, entropy = ops.token_logprobs(hidden, 1e4 * np.eye(50, 1, dtype=np.float32), targets, chunk=7)
+    logp, entropy = fast_logprobs(hidden, 1e4 * np.eye(50, 1, dtype=np.float32), targets, chunk=7)
     assert (float(logp[0, 0]), float(entropy[0, 0])) == (0.0, 0.0)
 
 
@@ -182,7 +205,7 @@ def test_case_entropy_with_excluded_tokens(chunk):
         head = np.stack([finite, np.where(np.isinf(logits), -1e30, 0.0)], axis=1).astype(np.float32)
         hidden = np.array([[[1.0, 1e30]]], np.float32)
         for target in range(len(logits)):
-            function = functools.partial(ops.token_logprobs, chunk=chunk)
+            function = functools.partial(fast_logprobs, chunk=chunk)
             gradients, (logp, entropy) = combined(function, np.full((1, 1), target, np.int32))(hidden, head)
             assert float(entropy[0, 0]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
             if np.isfinite(logits[target]):
@@ -198,7 +221,7 @@ def test_case_tempered_logprobs():
     head = np.array(args["logits"], np.float32)[:, None]
     targets = np.arange(len(head), dtype=np.int32)[None]
     hidden = np.ones((1, len(head), 1), np.float32)
-    logp, _ = ops.token_logprobs(hidden, head, targets, temperature=args["temperature"])
+    logp, _ = fast_logprobs(hidden, head, targets, temperature=args["temperature"])
     np.testing.assert_allclose(logp[0], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -207,7 +230,7 @@ def test_half_precision_hidden_states_give_float32_results():
     hidden = rng.normal(size=(1, 4, 16)).astype(jnp.bfloat16)
     head = rng.normal(size=(33, 16)).astype(jnp.bfloat16)
     targets = rng.integers(0, 33, (1, 4)).astype(np.int32)
-    gradients, (logp, entropy) = combined(functools.partial(ops.token_logprobs, chunk=8), targets)(hidden, head)
+    gradients, (logp, entropy) = combined(functools.partial(fast_logprobs, chunk=8), targets)(hidden, head)
     expected = plain_logprobs(hidden.astype(jnp.float32), head.astype(jnp.float32), targets, 1.0, 0.0)
     assert logp.dtype == entropy.dtype == jnp.float32
     assert {x.dtype for x in gradients} == {jnp.dtype(jnp.bfloat16)}
@@ -225,5 +248,5 @@ def test_the_logits_of_all_tokens_are_never_held():
         found = re.findall(r"f32\[([\d,]+)\]", text)
         return max(int(np.prod([int(n) for n in shape.split(",")])) for shape in found)
 
-    assert elements(functools.partial(ops.token_logprobs, chunk=chunk)) <= max(rows * length * chunk, vocab * 8)
+    assert elements(functools.partial(fast_logprobs, chunk=chunk)) <= max(rows * length * chunk, vocab * 8)
     assert elements(functools.partial(plain_logprobs, temperature=1.0, cap=0.0)) >= rows * length * vocab

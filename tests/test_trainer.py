@@ -176,7 +176,7 @@ def test_first_update_against_the_reference_itself_is_reinforce():
     @jax.jit
     @jax.grad
     def reinforce(params):
-        score, _ = token_scores(one.cfg, one.loss, 1, params, batch)
+        score, _ = token_scores(one.cfg, one.loss, (1, 1), params, batch)
         return -jnp.sum(batch.loss_weight * batch.advantages * score)
 
     with jax.set_mesh(one.mesh):
