@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from rljax import sharding
 
 MASKED = -1e30  # finite, so that a fully masked row (padding) gives no nan
-QUERY_CHUNK = 512
+QUERY_CHUNK = 128
 TOKEN_BLOCK = 256  # tokens of one block of logits, at least
 
 
@@ -37,12 +37,13 @@ def attention(
     backward pass. Returns [R, T, H, h] in q's dtype.
     """
     length = q.shape[1]
-    if length <= QUERY_CHUNK:
+    size = max(QUERY_CHUNK, -(-length // 16))
+    if length <= size:
         return _attend_block(q, k, v, segment_ids, segment_ids, 0, window, scale, softcap)
     block = jax.checkpoint(_attend_block, static_argnums=(5, 7, 8))
     outputs = []
-    for start in range(0, length, QUERY_CHUNK):
-        end = min(start + QUERY_CHUNK, length)
+    for start in range(0, length, size):
+        end = min(start + size, length)
         outputs.append(
             block(q[:, start:end], k[:, :end], v[:, :end], segment_ids[:, start:end], segment_ids[:, :end],
                   start, window, scale, softcap)
@@ -53,16 +54,20 @@ def attention(
 def _attend_block(q, k, v, query_segments, key_segments, start, window, scale, cap):
     """Attention of the queries from row position `start` on over all keys given."""
     rows, queries, heads, width = q.shape
-    q = q.reshape(rows, queries, k.shape[2], heads // k.shape[2], width)
-    scores = jnp.einsum("rtkgh,rskh->rkgts", q, k, preferred_element_type=jnp.float32) * scale
-    scores = softcap(scores, cap)
+    kv_heads = k.shape[2]
+    # Heads outermost and one flat axis of queries: products of plain matrices, which a CPU does at full speed.
+    q = q.reshape(rows, queries, kv_heads, -1, width).transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, -1, width)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    scores = jnp.einsum("rkqh,rksh->rkqs", q, k, preferred_element_type=jnp.float32) * scale
+    scores = softcap(scores, cap).reshape(rows, kv_heads, queries, -1, k.shape[2])
     at = start + jnp.arange(queries)[:, None]
-    key = jnp.arange(k.shape[1])[None, :]
+    key = jnp.arange(k.shape[2])[None, :]
     seen = (key <= at) & ((window == 0) | (key > at - window))
     seen = seen & (query_segments[:, :, None] == key_segments[:, None, :])
-    scores = jnp.where(seen[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("rkgts,rskh->rtkgh", weights, v).reshape(rows, queries, heads, width)
+    scores = jnp.where(seen[:, None, :, None], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(rows, kv_heads, -1, k.shape[2])
+    out = jnp.einsum("rkqs,rksh->rkqh", weights, v).reshape(rows, kv_heads, queries, -1, width)
+    return out.transpose(0, 2, 1, 3, 4).reshape(rows, queries, heads, width)
 
 
 def token_logprobs(

@@ -151,8 +151,8 @@ def main() -> None:
     options = common.parser(__doc__)
     options.add_argument("--samples", type=int, default=32)
     options.add_argument("--longest", type=int, default=256, help="tokens of a sample at most, prompt and response")
-    options.add_argument("--row", type=int, default=256, help="rljax: length of a row")
-    options.add_argument("--max-tokens", type=int, default=512, help="rljax: tokens of a micro-batch at most")
+    options.add_argument("--row", type=int, default=512, help="rljax: length of a row")
+    options.add_argument("--max-tokens", type=int, default=1024, help="rljax: tokens of a micro-batch at most")
     options.add_argument("--extra", action="store_true", help="also transformers sorted by length, and checkpointed")
     options = options.parse_args()
     if options.worker:
