@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,22 +17,26 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from rljax import algorithms, checkpoint, models, sharding, tokenizer
+from rljax import algorithms, checkpoint, checks, models, packing, plugins, sharding, tokenizer
 from rljax import config as configs
 from rljax.config_rules import max_prompt_len, row_buckets
+from rljax.critic import Critic
 from rljax.data import PromptSource
 from rljax.evaluate import EvalSet
+from rljax.experience import TokenWeights
 from rljax.models import ModelConfig
-from rljax.optimizer import OptimizerConfig, make_optimizer
+from rljax.optimizer import OptimizerConfig
+from rljax.policy import LossConfig
 from rljax.rewards.pool import RewardPool
-from rljax.sample import SamplingParams
+from rljax.sample import Sample, SamplingParams
 from rljax.sampler.engine import Engine, EngineConfig
 from rljax.sampler.scheduler import Scheduler
-from rljax.trainer import LossConfig, Trainer
+from rljax.trainer import Scorer, Trainer
 from rljax.types import Params, TrainState
 
 log = logging.getLogger(__name__)
 MOST_SLOTS = 512
+POST_PROCESSES = ("dcpo",)
 CACHE_SHARE = 0.25  # of a device's memory, for the sampler's cache
 PEAKS = {  # part of a device kind -> bfloat16 operations per second, dense, by the makers; the first that fits counts
     "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
@@ -46,30 +51,38 @@ class Parts:
     tokenizer: tokenizer.Tokenizer
     mesh: Mesh
     trainer: Trainer
+    critic: Critic | None
+    teacher: Scorer | None
     engine: Engine
     scheduler: Scheduler
     source: PromptSource
     eval_sets: list[EvalSet]
     sampling: SamplingParams
     estimator: algorithms.Estimator
+    token_weights: TokenWeights | None  # the user's loss aggregation
+    post_process: Callable[[list[Sample]], None] | None  # of rewards
+    needs_reference: bool
     num_rollouts: int
     updates_per_rollout: int
-    state_shapes: TrainState  # leaves have shape and dtype only
     flops_per_token: float  # of training, see `flops_per_token`
     peak_flops: float | None  # of one device, None where it is not known
 
 
 def build(config: ConfigDict) -> Parts:
     """All parts but weights and reward workers; reads data and tokenizer first, so bad input is found here."""
-    estimator = algorithms.find(config.algo.advantage_estimator)
+    algo, estimator = config.algo, algorithms.find(config.algo.advantage_estimator)
     cfg = models.load_config(config.model.path)
-    check_reference(config, cfg)
+    checks.reference(config, cfg)
+    checks.critic(config, cfg)
     tok = tokenizer.load(config.model.path, json.loads(config.model.chat_template_kwargs))
-    source = prompt_source(config, tok, config.data.prompt_data, shuffle=config.data.shuffle)
-    if config.algo.advantage_estimator == "sft":
-        check_labels(config, tok, source, cfg.vocab_size)
+    conversations = algo.advantage_estimator == "sft" and not config.data.label_key
+    source = prompt_source(config, tok, config.data.prompt_data, shuffle=config.data.shuffle,
+                           conversations=conversations)
+    if algo.advantage_estimator == "sft":
+        checks.labels(config, tok, source, cfg.vocab_size)
+    checks.teacher(config, tok)
     eval_sets = [eval_set(config, tok, entry) for entry in config.eval.data if config.eval.interval]
-    check_vocabulary(config, cfg, [source, *(one.source for one in eval_sets)])
+    checks.vocabulary(config, cfg, [source, *(one.source for one in eval_sets)])
     num_rollouts = config.rollout.num_rollouts
     if config.rollout.num_epochs:
         num_rollouts = max(1, config.rollout.num_epochs * source.num_rows // config.rollout.batch_size)
@@ -78,34 +91,44 @@ def build(config: ConfigDict) -> Parts:
     optim = optimizer_config(config, num_rollouts * updates)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     sampling = sampling_params(config, config.rollout, config.rollout.max_response_len)
-    trainer = Trainer(cfg, mesh, loss_config(config), optim, config.optim.clip_grad)
+    loss = loss_config(config)
+    trainer = Trainer(cfg, mesh, loss, optim, config.optim.clip_grad)
+    critic = teacher = None
+    if needs_critic(config):
+        its = dataclasses.replace(optim, lr=config.optim.critic_lr)
+        critic = Critic(cfg, mesh, loss, algo.value_clip, its, config.optim.clip_grad)
+    if algo.opd_kl_coef > 0:
+        teacher = Scorer(models.load_config(config.model.teacher_path), mesh, loss)
     longest = max_prompt_len(config) + max([sampling.max_new_tokens, *(s.sampling.max_new_tokens for s in eval_sets)])
     engine = Engine(cfg, engine_config(config, cfg, tok, mesh, longest), mesh)
     scheduler = Scheduler(engine, functools.partial(tokenizer.find_stop, tok))
     return Parts(
-        tok, mesh, trainer, engine, scheduler, source, eval_sets, sampling, estimator, num_rollouts, updates,
-        state_shapes(cfg, optim), flops_per_token(cfg), peak_flops(jax.devices()[0].device_kind),
+        tok, mesh, trainer, critic, teacher, engine, scheduler, source, eval_sets, sampling, estimator,
+        token_weights(config), post_process(config), loss.needs_reference or algo.kl_coef > 0, num_rollouts, updates,
+        flops_per_token(cfg), peak_flops(jax.devices()[0].device_kind),
     )
 
 
-def check_vocabulary(config: ConfigDict, cfg: ModelConfig, sources: list[PromptSource]) -> None:
-    """ValueError for a prompt or a stop id with a token that the model has no row for."""
-    for source in sources:
-        if source.largest_id >= cfg.vocab_size:
-            raise ValueError(f"{source.prompt_data}: a prompt has token {source.largest_id}, but the model of "
-                             f"{config.model.path} has vocab_size {cfg.vocab_size}: its tokenizer is another model's")
-    if beyond := [one for one in config.rollout.stop_token_ids if one >= cfg.vocab_size]:
-        raise ValueError(f"rollout.stop_token_ids holds {beyond[0]}, but the model has vocab_size {cfg.vocab_size}")
+def needs_critic(config: ConfigDict) -> bool:
+    """Whether a critic is trained: with ppo always."""
+    return config.algo.critic or config.algo.advantage_estimator == "ppo"
 
 
-def state_shapes(cfg: ModelConfig, optim: OptimizerConfig) -> TrainState:
-    """The train state as shapes and dtypes: what a checkpoint is restored into, without making one first."""
-    params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), models.specs(cfg),
-        is_leaf=lambda leaf: hasattr(leaf, "axes"),
-    )
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    return TrainState(scalar, params, jax.eval_shape(make_optimizer(optim, params).init, params), scalar)
+def token_weights(config: ConfigDict) -> TokenWeights | None:
+    """The user's function that `algo.loss_aggregation` names, None for a built-in mode."""
+    name = config.algo.loss_aggregation
+    if name in packing.LOSS_MODES:
+        return None
+    return plugins.find("algo.loss_aggregation", name, "", packing.LOSS_MODES, "")
+
+
+def post_process(config: ConfigDict) -> Callable[[list[Sample]], None] | None:
+    """What sees all samples of a rollout once they are scored: reward.post_process, with dcpo that of dcpo."""
+    name = config.reward.post_process or ("dcpo" if config.algo.advantage_estimator == "dcpo" else "")
+    if not name:
+        return None
+    function = plugins.find("reward.post_process", name, algorithms.__name__, POST_PROCESSES, "post_process")
+    return lambda samples: function(samples, config)
 
 
 def flops_per_token(cfg: ModelConfig) -> float:
@@ -124,28 +147,6 @@ def flops_per_token(cfg: ModelConfig) -> float:
 def peak_flops(device_kind: str) -> float | None:
     """Dense bfloat16 operations per second of one device; None for a kind that PEAKS does not know."""
     return next((peak for name, peak in PEAKS.items() if name in device_kind), None)
-
-
-def check_labels(config: ConfigDict, tok: tokenizer.Tokenizer, source: PromptSource, vocab_size: int) -> None:
-    """ValueError for a row whose label cannot be a supervised response: no text, longer than max_response_len, or
-    with a token that the model has no row for."""
-    place = source.state()
-    limit = config.rollout.max_response_len
-    for sample in source.take(source.num_rows):
-        if not isinstance(sample.label, str):
-            raise ValueError(f"{config.data.prompt_data}: supervised data needs text labels; the prompt "
-                             f"{sample.prompt!r} has {sample.label!r}")
-        try:
-            ids = [*tok.encode(sample.label), *([] if tok.hf.eos_token_id is None else [tok.hf.eos_token_id])]
-        except ValueError as error:
-            raise ValueError(f"{config.data.prompt_data}: the label of {sample.prompt!r}: {error}") from error
-        if max(ids, default=0) >= vocab_size:
-            raise ValueError(f"{config.data.prompt_data}: the label of {sample.prompt!r} has token {max(ids)}, but the "
-                             f"model has vocab_size {vocab_size}")
-        if (length := len(ids)) > limit:
-            raise ValueError(f"{config.data.prompt_data}: the label of the prompt {sample.prompt!r} has {length} "
-                             f"tokens with its end token, above rollout.max_response_len {limit}")
-    source.restore(place)
 
 
 def starting_checkpoint(config: ConfigDict, run_dir: pathlib.Path) -> pathlib.Path | None:
@@ -195,13 +196,14 @@ def compute_dtype(name: str) -> Any:
     return jnp.dtype(name)
 
 
-def prompt_source(config: ConfigDict, tok: tokenizer.Tokenizer, path: str, *, shuffle: bool) -> PromptSource:
+def prompt_source(config: ConfigDict, tok: tokenizer.Tokenizer, path: str, *, shuffle: bool,
+                  conversations: bool = False) -> PromptSource:
     """Stage 1's source of `path` under the `data` knobs."""
     data = config.data
     return PromptSource(
         path, tok, max_prompt_len=max_prompt_len(config), input_key=data.input_key, label_key=data.label_key,
         metadata_key=data.metadata_key, tool_key=data.tool_key, shuffle=shuffle, seed=data.seed,
-        chat_template=config.model.chat_template,
+        chat_template=config.model.chat_template, prompt_suffix=data.prompt_suffix, conversations=conversations,
     )
 
 
@@ -236,8 +238,10 @@ def loss_config(config: ConfigDict) -> LossConfig:
     remat = by_default if config.model.remat == "auto" else config.model.remat
     return LossConfig(
         surrogate=algo.surrogate, eps_clip=algo.eps_clip, eps_clip_high=algo.eps_clip_high, dual_clip=algo.dual_clip,
-        kl_loss_coef=algo.kl_loss_coef, kl_loss_type=algo.kl_loss_type, kl_metric=algo.kl_metric,
-        entropy_coef=algo.entropy_coef, temperature=config.rollout.temperature, compute_dtype=dtype, remat=remat,
+        kl_loss_coef=algo.kl_loss_coef, kl_loss_type=algo.kl_loss_type, kl_unbiased=algo.kl_unbiased,
+        kl_metric=algo.kl_metric, entropy_coef=algo.entropy_coef, is_correction=algo.is_correction,
+        is_level=algo.is_level, is_low=algo.is_low, is_high=algo.is_high, opsm_delta=algo.opsm_delta,
+        temperature=config.rollout.temperature, compute_dtype=dtype, remat=remat,
     )
 
 
@@ -295,23 +299,39 @@ def initial_params(config: ConfigDict, trainer: Trainer) -> Params:
     return models.load(config.model.path, shardings=trainer.shardings)[1]
 
 
+def critic_state(config: ConfigDict, parts: Parts) -> TrainState:
+    """The critic as a run starts it: the weights of model.critic_path, or the policy's, below a head that gives 0."""
+    path = config.model.critic_path
+    if not path:
+        return parts.critic.start(initial_params(config, parts.trainer))
+    return parts.critic.start(models.load(path, shardings=parts.trainer.shardings)[1])
+
+
+def teacher_params(config: ConfigDict, parts: Parts) -> Params | None:
+    """The weights of model.teacher_path in the compute dtype, where there is a teacher."""
+    if parts.teacher is None:
+        return None
+    params = models.load(config.model.teacher_path, shardings=parts.teacher.shardings)[1]
+    dtype = compute_dtype(config.model.compute_dtype)
+    return jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree), donate_argnums=0)(params)
+
+
+def checkpoint_trees(config: ConfigDict, parts: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(shapes, shardings) of what a checkpoint holds of the devices: policy, critic, and a reference that moves."""
+    shapes: dict[str, Any] = {"policy": parts.trainer.state_shapes}
+    shardings: dict[str, Any] = {"policy": parts.trainer.state_shardings}
+    if parts.critic is not None:
+        shapes["critic"], shardings["critic"] = parts.critic.state_shapes, parts.critic.state_shardings
+    if parts.needs_reference and config.algo.ref_update_interval:
+        shapes["reference"], shardings["reference"] = parts.trainer.shapes, parts.trainer.shardings
+    return shapes, shardings
+
+
 def reference_params(config: ConfigDict, trainer: Trainer) -> Params:
     """Frozen weights of the KL: those of model.ref_path, or those that the run started with."""
     if not config.model.ref_path:
         return initial_params(config, trainer)
     return models.load(config.model.ref_path, shardings=trainer.shardings)[1]
-
-
-def check_reference(config: ConfigDict, cfg: ModelConfig) -> None:
-    """ValueError where model.ref_path is a model of another kind than the policy: one program scores both."""
-    if not config.model.ref_path:
-        return
-    reference = models.load_config(config.model.ref_path)
-    for field in dataclasses.fields(ModelConfig):
-        ours, theirs = getattr(cfg, field.name), getattr(reference, field.name)
-        if ours != theirs and field.compare and field.name != "max_position_embeddings":
-            raise ValueError(f"model.ref_path {config.model.ref_path!r} is another kind of model than model.path "
-                             f"{config.model.path!r}: {field.name} is {theirs!r} there and {ours!r} here")
 
 
 def reward_pool(config: ConfigDict) -> RewardPool:

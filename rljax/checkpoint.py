@@ -14,8 +14,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from rljax.types import TrainState
-
 log = logging.getLogger(__name__)
 # A folder gets its final name when all of these are in it; one that was copied in part lacks some.
 PARTS = ("_CHECKPOINT_METADATA", "state/_METADATA", "state/manifest.ocdbt", "host/metadata")
@@ -72,8 +70,9 @@ def read_host(folder: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{file}: cannot be read: {error}; move {folder} away to go on from an earlier one") from error
 
 
-def restore(folder: pathlib.Path, shapes: TrainState, shardings: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """(state, host) of one checkpoint, onto `shardings`; the mesh may differ from the one that saved it.
+def restore(folder: pathlib.Path, shapes: Any, shardings: Any) -> tuple[Any, dict[str, Any]]:
+    """(state, host) of one checkpoint, a tree like `shapes` on `shardings`; the mesh may differ from the one that saved
+    it.
 
     `shapes` gives shape and dtype of every leaf. ValueError names each leaf that is missing, extra or of another
     shape, and the folder where it cannot be read. A difference in what `machine` says is logged: from there on the
@@ -108,7 +107,7 @@ def _leaf_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
 
 
-def _check_leaves(folder: pathlib.Path, saved: dict[str, tuple[int, ...]], target: TrainState) -> None:
+def _check_leaves(folder: pathlib.Path, saved: dict[str, tuple[int, ...]], target: Any) -> None:
     wanted = _leaf_shapes(target)
     problems = [f"missing {name} {list(wanted[name])}" for name in wanted if name not in saved]
     problems += [f"unexpected {name} {list(saved[name])}" for name in saved if name not in wanted]
@@ -143,7 +142,7 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
 
-    def save(self, rollouts: int, state: TrainState, host: dict[str, Any]) -> None:
+    def save(self, rollouts: int, state: Any, host: dict[str, Any]) -> None:
         """Save after `rollouts` rollouts; returns once the values are copied. OSError (a full disk, say) of this or
         an earlier save says where, and which checkpoint is the newest whole one. Where `rollouts` is saved already,
         the state is the same by definition and `host` replaces the host's part."""

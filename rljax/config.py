@@ -34,6 +34,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "path": "tiny",  # a built-in name, a Hugging Face folder or id, or a GGUF file
         "init": "load",  # load the weights of path, or random: new ones from train.seed
         "ref_path": "",  # the reference of the KL; "" = the starting weights
+        "critic_path": "",  # start of the critic's weights; "" = the policy's
+        "teacher_path": "",  # the teacher of algo.opd_kl_coef, of the same tokenizer
         "compute_dtype": "auto",  # auto (bfloat16 on accelerators, float32 on CPU), bfloat16, float32
         "remat": "auto",  # what the backward pass makes again: auto (dots on a CPU, else full), none, dots, full
         "chat_template": True,  # text prompts become one user message, where the tokenizer has a template
@@ -44,9 +46,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "data": {
         "prompt_data": "builtin:sums/train.jsonl",  # JSONL, Parquet, path@[a:b], hub id, or builtin:FILE
         "input_key": "prompt",  # column of the prompt: text or chat messages
-        "label_key": "label",  # column of the label
+        "label_key": "label",  # column of the label; "" = none: with sft the prompts are then whole conversations
         "metadata_key": "metadata",  # column of the metadata object
         "tool_key": "tools",  # column of the tool descriptions
+        "prompt_suffix": "",  # text behind every prompt, such as an instruction
         "shuffle": True,  # a new order in every epoch
         "seed": 42,  # of that order
         "max_prompt_len": 0,  # tokens; longer prompts are dropped and counted; 0 = the largest prompt bucket
@@ -73,31 +76,57 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "dtype": "auto",  # of the sampler's weights and cache: auto (as compute_dtype), bfloat16, float32
     },
     "reward": {
-        "type": "math",  # math, gsm8k, exact_match, format, or package.module:function
+        "type": "math",  # math, gsm8k, exact_match, format, dcpo, or package.module:function
         "key": "reward",  # the part that trains, where the function returns a dict
         "timeout_s": 10.0,  # seconds for one sample
         "memory_mb": 2048,  # per worker, MiB
         "workers": 0,  # processes; 0 = auto
         "fallback": 0.0,  # score of a sample whose reward failed
+        "post_process": "",  # dcpo (as the estimator dcpo has it), or package.module:function(samples, config)
+        "overlong_buffer_len": 0,  # tokens before max_response_len over which the reward sinks; 0 = off
+        "overlong_penalty": 1.0,  # by how much it has sunk at max_response_len
     },
     "algo": {
-        "advantage_estimator": "grpo",  # grpo, sft (labels as responses), or package.module:function
-        "surrogate": "clip",  # clip, sft
-        "loss_aggregation": "sample_mean",  # sample_mean, token_mean, constant
+        # grpo, rloo, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo, dcpo, opd, sft (labels as
+        # responses), or package.module:function
+        "advantage_estimator": "grpo",
+        "surrogate": "clip",  # clip, gspo, cispo, reinforce, sft, or package.module:function
+        "loss_aggregation": "sample_mean",  # sample_mean, token_mean, constant, or package.module:function
         "loss_length": 0,  # tokens, the constant of constant; 0 = max_response_len
         "normalize_std": True,  # divide by the group's standard deviation
+        "normalize_advantages": False,  # whiten the advantages over all trained tokens of the rollout
         "eps_clip": 0.2,  # the ratio is clipped at 1 - eps_clip
         "eps_clip_high": 0.2,  # and at 1 + eps_clip_high
         "dual_clip": 0.0,  # bound c > 1 of the loss where the advantage is negative; 0 = off
-        "kl_loss_coef": 0.0,  # weight of the KL to the reference in the loss
+        "kl_coef": 0.0,  # weight of the KL to the reference in the reward
+        "kl_reward_type": "k1",  # of that: k1, k2, k3, low_var_kl
+        "kl_loss_coef": 0.0,  # weight of the KL to the reference in the loss; only one of the two is above 0
         "kl_loss_type": "low_var_kl",  # k1, k2, k3, low_var_kl
+        "kl_unbiased": False,  # times the ratio to the old policy, which makes its gradient unbiased
         "kl_metric": False,  # compute the reference and log the KL also where kl_loss_coef is 0
         "entropy_coef": 0.0,  # weight of the entropy, which is maximised
+        "gamma": 1.0,  # discount per token: ppo, reinforce_plus_plus
+        "lambd": 1.0,  # GAE's lambda: ppo
+        "critic": False,  # train a critic also for an estimator other than ppo
+        "value_clip": 0.2,  # a value moves no further than this from its old one
+        "num_critic_only_steps": 0,  # rollouts at first that train the critic alone
+        "ref_update_interval": 0,  # rollouts after which the policy becomes the reference; 0 = never
         "old_logprobs": "trainer",  # trainer (scored before the first update) or rollout (the sampler's)
+        "is_correction": "none",  # of the sampler's probabilities: none, truncate, mask
+        "is_level": "token",  # ratio of each token, of the sequence, or its geometric mean
+        "is_low": 0.0,  # bounds of that ratio
+        "is_high": 2.0,
+        "opsm_delta": 0.0,  # nats; samples of negative advantage that drifted further are left out; 0 = off
+        "opd_kl_coef": 0.0,  # weight of log student - log teacher in the advantages
+        "mask_truncated": False,  # responses cut at max_response_len are not trained, but count in their group
+        "dcpo_calibration_weight": 0.5,  # of the squared error in the calibration reward
+        "dcpo_calibration_scale": 1.0,  # of the calibration advantage
+        "dcpo_hybrid_alpha": 0.5,  # share of the sample's own accuracy in the target; the rest is its group's
     },
     "optim": {
         "name": "adamw",  # adamw
         "lr": 1e-6,  # peak learning rate
+        "critic_lr": 1e-5,  # of the critic
         "schedule": "constant",  # after the warm-up: constant, linear or cosine to 0
         "warmup_steps": 0,  # updates; the first one already has a rate above 0
         "weight_decay": 0.1,  # not on norms and biases
@@ -153,7 +182,7 @@ INT_TUPLES = frozenset(
 )
 # May differ when a run is resumed: where it writes and runs, what it evaluates, how long and how fast it learns.
 FREE_SECTIONS = frozenset({"log", "eval", "checkpoint", "mesh", "debug"})
-FREE_KNOBS = frozenset({"rollout.num_rollouts", "rollout.num_epochs", "optim.lr"})
+FREE_KNOBS = frozenset({"rollout.num_rollouts", "rollout.num_epochs", "optim.lr", "optim.critic_lr"})
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -320,13 +349,14 @@ def _from_file(path: pathlib.Path, variant: str) -> dict[str, Any]:
     return {name: _typed(name, value, str(path)) for name, value in flat(found, str(path)).items()}
 
 
-def load(name: str, overrides: list[str] | tuple[str, ...] = ()) -> ConfigDict:
-    """The config file `name` (see `find`; also a run's config.json) with overrides `optim.lr=2e-6` applied.
+def load(name: str | pathlib.Path, overrides: list[str] | tuple[str, ...] = (), variant: str = "") -> ConfigDict:
+    """The config file `name` (see `find`; also a run's config.json) with overrides `optim.lr=2e-6` applied. `variant`
+    is what may also follow the name behind a colon.
 
     Overrides may carry the prefix `--config.`; of two for one knob the last wins. Raises ValueError naming file
     or command line, knob and value.
     """
-    knobs = flat(DEFAULTS) | _from_file(*find(name))
+    knobs = flat(DEFAULTS) | _from_file(*find(f"{name}:{variant}" if variant else str(name)))
     arguments = []
     for text in overrides:
         is_value = bool(arguments) and arguments[-1].startswith("--") and "=" not in arguments[-1]

@@ -15,9 +15,14 @@ DTYPES = ("auto", "bfloat16", "float32")
 FILE_DTYPES = ("float32", "bfloat16", "float16")
 INITS = ("load", "random")
 REMAT = ("auto", "none", "dots", "full")
-ESTIMATORS = ("grpo", "sft")
-SURROGATES = ("clip", "sft")
-REWARDS = ("math", "gsm8k", "exact_match", "format")
+ESTIMATORS = ("grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "dcpo", "opd",
+              "sft")
+GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "dcpo")  # a group of one teaches them nothing
+SURROGATES = ("clip", "gspo", "cispo", "reinforce", "sft")
+REWARDS = ("math", "gsm8k", "exact_match", "format", "dcpo")
+POST_PROCESSES = ("", "dcpo")
+CORRECTIONS = ("none", "truncate", "mask")
+LEVELS = ("token", "sequence", "geometric")
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
 AGGREGATIONS = ("sample_mean", "token_mean", "constant")
 OLD_LOGPROBS = ("trainer", "rollout")
@@ -107,6 +112,7 @@ def _check_text(config: ConfigDict) -> None:
     _one_of("sampler.dtype", config.sampler.dtype, DTYPES)
     _one_of("checkpoint.save_hf_dtype", config.checkpoint.save_hf_dtype, FILE_DTYPES)
     _one_of("reward.type", config.reward.type, REWARDS, path=True)
+    _one_of("reward.post_process", config.reward.post_process, POST_PROCESSES, path=True)
     _one_of("optim.name", config.optim.name, OPTIMIZERS)
     _one_of("optim.schedule", config.optim.schedule, SCHEDULES)
     for name in ("model.path", "data.prompt_data", "data.input_key", "reward.key", "log.dir",
@@ -137,15 +143,20 @@ AT_LEAST = {  # knob -> smallest value
     "rollout.max_response_len": 1, "rollout.top_k": -1,
     "sampler.slots": 0, "sampler.prefill_chunk": 1, "sampler.steps_per_dispatch": 1,
     "reward.memory_mb": 1, "reward.workers": 0,
-    "algo.loss_length": 0, "algo.kl_loss_coef": 0, "algo.entropy_coef": 0,
+    "reward.overlong_buffer_len": 0, "reward.overlong_penalty": 0,
+    "algo.loss_length": 0, "algo.kl_coef": 0, "algo.kl_loss_coef": 0, "algo.entropy_coef": 0, "algo.gamma": 0,
+    "algo.lambd": 0, "algo.value_clip": 0, "algo.num_critic_only_steps": 0, "algo.ref_update_interval": 0,
+    "algo.is_low": 0, "algo.opsm_delta": 0, "algo.opd_kl_coef": 0, "algo.dcpo_calibration_weight": 0,
+    "algo.dcpo_calibration_scale": 0, "algo.dcpo_hybrid_alpha": 0, "optim.critic_lr": 0,
     "optim.lr": 0, "optim.warmup_steps": 0, "optim.weight_decay": 0, "optim.clip_grad": 0, "optim.max_nonfinite": 1,
     "train.global_batch_size": 0, "train.max_tokens_per_device": 1, "train.seed": 0,
     "eval.interval": 0, "eval.n_samples": 1, "eval.top_k": -1,
     "checkpoint.save_interval": 0, "checkpoint.keep": 1, "checkpoint.save_hf_interval": 0,
     "log.samples": 0, "log.interval": 1, "rollout.min_p": 0, "optim.b1": 0, "optim.b2": 0,
 }  # fmt: skip
-AT_MOST = {  # what the sampler's int32 arrays and 32-bit random keys hold
+AT_MOST = {  # first what the sampler's int32 arrays and 32-bit random keys hold
     "rollout.top_k": 2**31 - 1, "eval.top_k": 2**31 - 1, "train.seed": 2**32 - 1,
+    "algo.gamma": 1, "algo.lambd": 1, "algo.dcpo_hybrid_alpha": 1,
 }  # fmt: skip
 LEAST_TEMPERATURE = 1e-6  # below it the logits overflow float32
 MOST_FLOAT = 3.4e38  # of float32
@@ -189,10 +200,13 @@ def _check_algo(config: ConfigDict) -> None:
     """The loss and its parts."""
     algo, count = config.algo, config.rollout.n_samples_per_prompt
     _one_of("algo.advantage_estimator", algo.advantage_estimator, ESTIMATORS, path=True)
-    _one_of("algo.surrogate", algo.surrogate, SURROGATES)
-    _one_of("algo.loss_aggregation", algo.loss_aggregation, AGGREGATIONS)
+    _one_of("algo.surrogate", algo.surrogate, SURROGATES, path=True)
+    _one_of("algo.loss_aggregation", algo.loss_aggregation, AGGREGATIONS, path=True)
     _one_of("algo.kl_loss_type", algo.kl_loss_type, KL_TYPES)
+    _one_of("algo.kl_reward_type", algo.kl_reward_type, KL_TYPES)
     _one_of("algo.old_logprobs", algo.old_logprobs, OLD_LOGPROBS)
+    _one_of("algo.is_correction", algo.is_correction, CORRECTIONS)
+    _one_of("algo.is_level", algo.is_level, LEVELS)
     _require(
         algo.dual_clip == 0 or algo.dual_clip > 1, f"algo.dual_clip = {algo.dual_clip}: must be 0 (off) or above 1"
     )
@@ -206,12 +220,78 @@ def _check_algo(config: ConfigDict) -> None:
         f"{pair} with algo.surrogate = {algo.surrogate}: sft goes with sft only",
     )
     _require(
-        algo.advantage_estimator != "grpo" or count > 1,
+        algo.advantage_estimator not in GROUP_ESTIMATORS or count > 1,
         f"{pair} with rollout.n_samples_per_prompt = {count}: a group of fewer than 2 has advantage 0 always",
     )
     _require(
         algo.advantage_estimator != "sft" or count == 1,
         f"{pair} with rollout.n_samples_per_prompt = {count}: a label is one response, so it must be 1",
+    )
+    _check_models(config)
+    _check_corrections(config)
+
+
+def _check_models(config: ConfigDict) -> None:
+    """Reference, critic and teacher: each is used where it is named, and named where it is needed."""
+    algo, model, reward = config.algo, config.model, config.reward
+    _require(
+        algo.kl_coef == 0 or algo.kl_loss_coef == 0,
+        f"algo.kl_coef = {algo.kl_coef} and algo.kl_loss_coef = {algo.kl_loss_coef}: only one of them may be above 0",
+    )
+    _require(
+        algo.ref_update_interval == 0 or algo.kl_coef > 0 or algo.kl_loss_coef > 0 or algo.kl_metric,
+        f"algo.ref_update_interval = {algo.ref_update_interval}, but kl_coef and kl_loss_coef are 0 and kl_metric is "
+        f"false: there is no reference",
+    )
+    critic = algo.critic or algo.advantage_estimator == "ppo"
+    _require(
+        critic or not model.critic_path,
+        f"model.critic_path = {model.critic_path!r}, but algo.advantage_estimator = {algo.advantage_estimator} trains "
+        f"no critic: algo.critic=true does",
+    )
+    _require(
+        critic or algo.num_critic_only_steps == 0,
+        f"algo.num_critic_only_steps = {algo.num_critic_only_steps}, but there is no critic",
+    )
+    _require(
+        algo.opd_kl_coef == 0 or bool(model.teacher_path),
+        f"algo.opd_kl_coef = {algo.opd_kl_coef}, but model.teacher_path is empty",
+    )
+    _require(
+        algo.opd_kl_coef > 0 or not model.teacher_path,
+        f"model.teacher_path = {model.teacher_path!r}, but algo.opd_kl_coef is 0: the teacher would do nothing",
+    )
+    _require(
+        algo.opd_kl_coef > 0 or algo.advantage_estimator != "opd",
+        "algo.advantage_estimator = opd needs algo.opd_kl_coef above 0, and model.teacher_path",
+    )
+    limit = config.rollout.max_response_len
+    _require(
+        reward.overlong_buffer_len <= limit,
+        f"reward.overlong_buffer_len = {reward.overlong_buffer_len}: longer than rollout.max_response_len = {limit}",
+    )
+
+
+def _check_corrections(config: ConfigDict) -> None:
+    """What compares the trainer's log-probs with the sampler's, or the new policy with the old one."""
+    algo = config.algo
+    _require(
+        algo.is_low <= 1 <= algo.is_high and algo.is_low < algo.is_high,
+        f"algo.is_low = {algo.is_low} and algo.is_high = {algo.is_high}: the ratio 1 must lie between them",
+    )
+    _require(
+        algo.is_correction == "none" or algo.old_logprobs == "trainer",
+        f"algo.is_correction = {algo.is_correction} with algo.old_logprobs = {algo.old_logprobs}: the ratio of trainer "
+        f"and sampler needs the trainer's log-probs",
+    )
+    used = algo.is_correction != "none" or algo.opsm_delta > 0 or algo.kl_unbiased
+    _require(
+        algo.surrogate != "sft" or not used,
+        "algo.surrogate = sft with is_correction, opsm_delta or kl_unbiased: labels were drawn by no policy",
+    )
+    _require(
+        not algo.kl_unbiased or algo.kl_loss_coef > 0 or algo.kl_metric,
+        "algo.kl_unbiased = True, but kl_loss_coef is 0 and kl_metric is false: there is no KL in the loss",
     )
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rljax import algorithms, assemble, checkpoint, evaluate, hub, losses, models, packing, sharding
+from rljax import assemble, checkpoint, critic, evaluate, hub, models
 from rljax.checkpoint import Checkpoints
-from rljax.metrics import Pending, Recorder, Timers, masked_mean
+from rljax.experience import Experience, Update, Weights
+from rljax.metrics import Pending, Recorder, Timers
 from rljax.rewards.pool import RewardPool
 from rljax.rollout import Interrupted, Rollout, from_labels, make_group, summarize
 from rljax.sample import Sample
 from rljax.trainer import finish_metrics
-from rljax.types import PackedBatch, TrainState
+from rljax.types import Params, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +51,17 @@ class Loop:
         self.config, self.run_dir, self.parts, self.stopping = config, run_dir, parts, stopping
         self.pool, self.trainer = pool, parts.trainer
         self.timers, self.compiles = Timers(), CompileCounter()
-        self.rollout = Rollout(parts.scheduler, parts.tokenizer, pool, self.timers, stopping)
+        self.rollout = Rollout(parts.scheduler, parts.tokenizer, pool, self.timers, stopping, parts.post_process)
         self.supervised = config.algo.advantage_estimator == "sft"
         self.on_policy = parts.updates_per_rollout == 1 and config.algo.old_logprobs == "trainer"
+        self.experience = Experience(config, self.trainer, parts.estimator, token_weights=parts.token_weights,
+                                     critic=parts.critic, teacher=parts.teacher, on_policy=self.on_policy,
+                                     shapes=assemble.pack_shapes(config, self.trainer))
         self.checkpoints = Checkpoints(assemble.checkpoint_dir(config, run_dir), keep=config.checkpoint.keep,
                                        async_save=config.checkpoint.async_save)
         self.progress = Progress(source=parts.source.state())
-        self.state = self._start(start)
-        needs_reference = self.trainer.loss.needs_reference
-        self.reference = assemble.reference_params(config, self.trainer) if needs_reference else None
+        self.state, self.critic, self.reference = self._start(start)
+        self.teacher = assemble.teacher_params(config, parts)
         self.weights = None if self.supervised else parts.engine.weights(self.state.params)
         c = config.log
         self.record = Recorder(
@@ -67,18 +70,25 @@ class Loop:
         )
         self.pending = Pending(self._log_update)
 
-    def _start(self, start: pathlib.Path | None) -> TrainState:
-        """A fresh state, or that of the checkpoint `start`, with `progress` beside it."""
+    def _start(self, start: pathlib.Path | None) -> tuple[TrainState, TrainState | None, Params | None]:
+        """(policy, critic, reference): fresh, or those of the checkpoint `start`, with `progress` beside them."""
+        parts, config = self.parts, self.config
         if start is None:
-            return self.trainer.init(assemble.initial_params(self.config, self.trainer))
-        state, host = checkpoint.restore(start, self.parts.state_shapes, self.trainer.state_shardings)
+            critic_state = parts.critic and assemble.critic_state(config, parts)
+            reference = assemble.reference_params(config, self.trainer) if parts.needs_reference else None
+            return self.trainer.init(assemble.initial_params(config, self.trainer)), critic_state, reference
+        shapes, shardings = assemble.checkpoint_trees(config, parts)
+        tree, host = checkpoint.restore(start, shapes, shardings)
         del host["config"]
         self.progress = Progress(**host)
         if start.parent.absolute() != self.checkpoints.directory:  # a new run, with a record of its own
             self.progress = dataclasses.replace(self.progress, record={}, evaluated=-1, exported=-1)
-        self.parts.source.restore(self.progress.source)
+        parts.source.restore(self.progress.source)
         log.info("going on after %d rollouts from %s", self.progress.rollouts, start)
-        return state
+        reference = tree.get("reference")
+        if reference is None and parts.needs_reference:
+            reference = assemble.reference_params(config, self.trainer)
+        return tree["policy"], tree.get("critic"), reference
 
     @property
     def finished(self) -> bool:
@@ -112,26 +122,27 @@ class Loop:
         samples = self._samples()
         values = {"rollout/reward_errors": self.pool.errors - counts[0],
                   "rollout/reward_timeouts": self.pool.timeouts - counts[1]}
+        values |= {f"rollout/{name}": value for name, value in summarize(samples).items()}
         scored = [sample for sample in samples if sample.reward is not None or self.supervised]
         if not scored:
             log.warning("rollout %d: none of its %d samples has a reward, so nothing is trained",
                         self.progress.rollouts + 1, len(samples))
-        advantages = algorithms.estimate(self.parts.estimator, scored, self.config.algo) if scored else []
-        updates = self._pack(scored, advantages)
-        values |= {f"rollout/{name}": value for name, value in summarize(samples).items()}
-        values |= self._score(updates)
-        values |= _packed_metrics(scored, advantages, updates)
+        with self.timers("score_time"):
+            critic_params = self.critic and self.critic.params
+            weights = Weights(self.state.params, self.reference, self.teacher, critic_params)
+            updates, found = self.experience.make(scored, weights)
         with self.timers("train_time"):
-            for batches in updates:
-                self._update(batches)
+            for update in updates:
+                self._update(update)
             self.pending.flush()  # waits for the last update, and keeps the record's order the same where a run ends
+        self._refresh_reference()
         with self.timers("sync_time"):
             if not self.supervised:
                 self.weights = jax.block_until_ready(self.parts.engine.weights(self.state.params))
         self.record.samples(self.progress.rollouts, [s.to_json() for s in samples[: self.config.log.samples]])
         self.progress.rollouts += 1
         self.progress.source = self.parts.source.state()
-        return values
+        return values | found
 
     def _samples(self) -> list[Sample]:
         """Stages 1 to 3: prompts, responses, rewards."""
@@ -146,52 +157,38 @@ class Loop:
         self.progress.groups += rollout.batch_size
         return samples
 
-    def _pack(self, samples: list[Sample], advantages: list[np.ndarray]) -> list[list[PackedBatch]]:
-        """Stage 5: for each update its micro-batches. An update with nothing to train is left out, and said."""
-        algo, config = self.config.algo, self.config
-        size = config.train.global_batch_size or len(samples) or 1
-        length = algo.loss_length or config.rollout.max_response_len
-        updates = []
-        for part in packing.split_updates(len(samples), size):
-            masks = [samples[i].loss_mask for i in part]
-            if not any(map(any, masks)):
-                log.warning("an update of rollout %d has no token to train: skipped", self.progress.rollouts + 1)
-                continue
-            weights = packing.loss_weights(masks, algo.loss_aggregation, length)
-            items = [pack_item(samples[i], w, advantages[i]) for i, w in zip(part, weights, strict=True)]
-            updates.append(packing.pack(items, **assemble.pack_shapes(config, self.trainer)))
-        return updates
-
-    def _score(self, updates: list[list[PackedBatch]]) -> dict[str, float]:
-        """Old and reference log-probs into the batches, where the loss will read them; their means."""
-        trainer, sums = self.trainer, ScoreSums()
-        needs_old = not (self.on_policy or self.supervised) and self.config.algo.old_logprobs == "trainer"
-        with self.timers("score_time"):
-            for batches in updates:
-                for index, batch in enumerate(batches):
-                    old, entropy, reference = batch.rollout_logprobs, None, batch.ref_logprobs
-                    if needs_old:
-                        old, entropy = trainer.score(self.state.params, batch)
-                    if self.reference is not None:
-                        reference, _ = trainer.score(self.reference, batch)
-                    batches[index] = batch.replace(old_logprobs=old, ref_logprobs=reference)
-                    sums.add(batch.loss_mask, old if needs_old else None, entropy,
-                             reference if self.reference is not None else None, trainer.loss.kl_loss_type)
-        return sums.means()
-
-    def _update(self, batches: list[PackedBatch]) -> None:
-        """Stage 6: one update."""
-        self.state, sums = self.trainer.step(self.state, batches, on_policy=self.on_policy)
+    def _update(self, update: Update) -> None:
+        """Stage 6: one update, of the critic and, once it may move, of the policy."""
+        sums: dict[str, Any] = {}
+        if self.critic is not None:
+            self.critic, sums["critic"] = self.parts.critic.step(self.critic, update.batches)
+            if update.explained_variance is not None:
+                sums["explained_variance"] = update.explained_variance
+        if self.critic is None or self.progress.rollouts >= self.config.algo.num_critic_only_steps:
+            self.state, sums["policy"] = self.trainer.step(self.state, update.batches, on_policy=self.on_policy)
         self.progress.updates += 1
         self.pending.push("train", self.progress.updates, sums)
 
-    def _log_update(self, axis: str, step: int, sums: dict[str, float]) -> None:
-        self.record.log(axis, step, finish_metrics(sums))
-        if sums["nonfinite"] > 0:
-            log.warning("update %d skipped: its gradient is not finite", step)
-        if sums["nonfinite"] >= self.config.optim.max_nonfinite:
-            raise NonFinite(f"{int(sums['nonfinite'])} updates in a row had a gradient that is not finite "
-                            f"(optim.max_nonfinite {self.config.optim.max_nonfinite}); the last was update {step}")
+    def _log_update(self, axis: str, step: int, sums: dict[str, Any]) -> None:
+        values = finish_metrics(sums["policy"]) if "policy" in sums else {}
+        if "critic" in sums:
+            values |= critic.finish_metrics(sums["critic"])
+        if "explained_variance" in sums:
+            values["train/explained_variance"] = sums["explained_variance"]
+        self.record.log(axis, step, values)
+        for name in ("policy", "critic"):
+            skipped = sums.get(name, {}).get("nonfinite", 0)
+            if skipped > 0:
+                log.warning("update %d of the %s skipped: its gradient is not finite", step, name)
+            if skipped >= self.config.optim.max_nonfinite:
+                raise NonFinite(f"{int(skipped)} updates of the {name} in a row had a gradient that is not finite "
+                                f"(optim.max_nonfinite {self.config.optim.max_nonfinite}); the last was update {step}")
+
+    def _refresh_reference(self) -> None:
+        """The policy becomes the reference every `algo.ref_update_interval` rollouts."""
+        interval = self.config.algo.ref_update_interval
+        if self.reference is not None and interval and (self.progress.rollouts + 1) % interval == 0:
+            self.reference = jax.tree.map(jnp.copy, self.state.params)
 
     def _log_rollout(self, values: dict[str, float]) -> None:
         """Stage 7: one line of metrics."""
@@ -250,55 +247,14 @@ class Loop:
         with self.timers("save_time"):
             self.progress.record = self.record.position()
             host = {**dataclasses.asdict(self.progress), "config": self.config.to_dict()}
-            self.checkpoints.save(self.progress.rollouts, self.state, host)
+            self.checkpoints.save(self.progress.rollouts, self._trees(), host)
 
-
-def pack_item(sample: Sample, weight: np.ndarray, advantages: np.ndarray) -> packing.PackItem:
-    """A scored sample as what `packing.pack` takes."""
-    sample.check()
-    zeros = np.zeros(len(sample.response_tokens), np.float32)
-    return packing.PackItem(
-        tokens=np.asarray(sample.prompt_tokens + sample.response_tokens, np.int32),
-        prompt_len=len(sample.prompt_tokens), loss_mask=np.asarray(sample.loss_mask, np.int32), loss_weight=weight,
-        advantages=advantages, old_logprobs=zeros, ref_logprobs=zeros,
-        rollout_logprobs=np.asarray(sample.logprobs, np.float32),
-    )
-
-
-def _packed_metrics(samples: Sequence[Sample], advantages, updates: list[list[PackedBatch]]) -> dict[str, float]:
-    """Means over trained tokens, and how full the rows are."""
-    batches = [batch for update in updates for batch in update]
-    rows = sum(batch.tokens.size for batch in batches)
-    real = sum(int((batch.segment_ids > 0).sum()) for batch in batches)
-    masks = [np.asarray(sample.loss_mask) for sample in samples]
-    values = {"row_tokens": float(rows), "trained_tokens": float(sum(mask.sum() for mask in masks))}
-    if rows:
-        values["perf/packing_efficiency"] = real / rows
-        values["rollout/advantages"] = masked_mean(np.concatenate(advantages), np.concatenate(masks))
-        last = [a[m > 0][-1] if m.any() else 0.0 for a, m in zip(advantages, masks)]
-        values["rollout/rewards"] = float(np.mean(last))
-    return values
-
-
-class ScoreSums:
-    """Means over trained tokens of what the scoring pass returns, fetched once for all micro-batches."""
-
-    def __init__(self) -> None:
-        self.parts: list[dict[str, Any]] = []
-
-    def add(self, mask: Any, old: Any, entropy: Any, reference: Any, kl_type: str) -> None:
-        """Keep one micro-batch's [R, T] arrays; None = not computed."""
-        found = {"mask": mask, "log_probs": old, "entropy": entropy, "ref_log_probs": reference}
-        if old is not None and reference is not None:
-            found["kl"] = losses.approx_kl(old, reference, kl_type)
-        self.parts.append({name: value for name, value in found.items() if value is not None})
-
-    def means(self) -> dict[str, float]:
-        """`rollout/` metrics."""
-        parts = sharding.to_host(self.parts)
-        names = [name for name in (parts[0] if parts else ()) if name != "mask"]
-        mask = np.concatenate([p["mask"].ravel() for p in parts]) if names else None
-        return {f"rollout/{n}": masked_mean(np.concatenate([p[n].ravel() for p in parts]), mask) for n in names}
+    def _trees(self) -> dict[str, Any]:
+        """What a checkpoint holds of the devices (`assemble.checkpoint_trees`): a reference only where it moves."""
+        trees = {"policy": self.state, "critic": self.critic}
+        if self.config.algo.ref_update_interval:
+            trees["reference"] = self.reference
+        return {name: tree for name, tree in trees.items() if tree is not None}
 
 
 class CompileCounter:

@@ -88,13 +88,14 @@ def cispo_surrogate(
 
 
 def sequence_log_ratio(
-    logp: ArrayLike, old_logp: ArrayLike, loss_mask: ArrayLike, segment_ids: ArrayLike
+    logp: ArrayLike, old_logp: ArrayLike, loss_mask: ArrayLike, segment_ids: ArrayLike, *, total: bool = False
 ) -> jax.Array:
-    """GSPO's log-ratio of a sequence: the mean of logp - old_logp over the trainable tokens of each segment.
+    """GSPO's log-ratio of a sequence: the mean of logp - old_logp over the trainable tokens of each segment; `total`:
+    their sum, the log-ratio of the whole sequence's probability.
 
     logp, old_logp [..., T] nats; loss_mask [..., T] 0/1; segment_ids [..., T] integers. Returns [..., T] float32:
-    the segment's mean on each of its tokens, 0 in a segment with nothing to train. What stands under the mask has
-    no effect. Into `clipped_surrogate` it goes as (this, 0). Zheng et al. 2025 (arXiv:2507.18071).
+    the segment's mean (or sum) on each of its tokens, 0 in a segment with nothing to train. What stands under the mask
+    has no effect. Into `clipped_surrogate` it goes as (this, 0). Zheng et al. 2025 (arXiv:2507.18071).
     """
     mask = jnp.asarray(loss_mask) != 0
     log_ratio = _log_ratio(jnp.where(mask, jnp.asarray(logp), 0.0), jnp.where(mask, jnp.asarray(old_logp), 0.0))
@@ -102,9 +103,9 @@ def sequence_log_ratio(
     def one_row(log_ratio: jax.Array, mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
         # An id's place among the sorted ids is below T whatever the ids are, so that no scatter is out of range.
         slot = jnp.searchsorted(jnp.sort(segment_ids), segment_ids)
-        total = jnp.zeros_like(log_ratio).at[slot].add(log_ratio)
+        sums = jnp.zeros_like(log_ratio).at[slot].add(log_ratio)
         count = jnp.zeros_like(log_ratio).at[slot].add(mask.astype(jnp.float32))
-        return (total / jnp.maximum(count, 1.0))[slot]
+        return (sums if total else sums / jnp.maximum(count, 1.0))[slot]
 
     segment_ids = jnp.asarray(segment_ids)
     return jnp.vectorize(one_row, signature="(t),(t),(t)->(t)")(log_ratio, mask, segment_ids)

@@ -91,13 +91,13 @@ class Timers:
 class Pending:
     """Device values logged one step late, so that fetching them never waits for the step just dispatched."""
 
-    def __init__(self, log_values: Callable[[str, int, dict[str, float]], None]) -> None:
+    def __init__(self, log_values: Callable[[str, int, dict[str, Any]], None]) -> None:
         self._log = log_values
         self._waiting: tuple[str, int, dict[str, Any]] | None = None
 
     def push(self, axis: str, step: int, values: Mapping[str, Any]) -> None:
-        """Log what was pushed before and keep `values`, scalars on device or host."""
-        for value in values.values():
+        """Log what was pushed before and keep `values`, a tree of scalars on device or host."""
+        for value in jax.tree.leaves(values):
             if isinstance(value, jax.Array):
                 value.copy_to_host_async()
         self.flush()
@@ -108,7 +108,7 @@ class Pending:
         if self._waiting is not None:
             axis, step, values = self._waiting
             self._waiting = None
-            self._log(axis, step, {name: float(value) for name, value in jax.device_get(values).items()})
+            self._log(axis, step, jax.tree.map(float, jax.device_get(values)))
 
 
 class Recorder:

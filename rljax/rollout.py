@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from rljax.algorithms import dcpo
 from rljax.metrics import Timers, pass_at_k
 from rljax.rewards.pool import RewardPool, RewardResult
 from rljax.sample import COMPLETED, TRUNCATED, Sample, SamplingParams
@@ -38,8 +39,13 @@ def remaining_budget(max_response_len: int, generated: int, cache_len: int, prom
 
 
 def from_labels(samples: Sequence[Sample], tokenizer: Tokenizer) -> None:
-    """Make each sample's label, as text with the end token, its response, without log-probs (0) or a reward."""
+    """Make each sample's label, as text with the end token, its response, without log-probs (0) or a reward. What a
+    conversation brought along stays as it is."""
     for sample in samples:
+        if sample.response_tokens:
+            size, sample.text, sample.status = len(sample.response_tokens), "", COMPLETED
+            sample.logprobs, sample.versions = [0.0] * size, [0] * size
+            continue
         if not isinstance(sample.label, str):
             raise ValueError(f"supervised data needs text labels; the prompt {sample.prompt!r} has {sample.label!r}")
         tokens = [*tokenizer.encode(sample.label), *([] if (end := tokenizer.hf.eos_token_id) is None else [end])]
@@ -52,10 +58,12 @@ class Rollout:
     """Draws and scores the responses of training and evaluation, through one scheduler and one reward pool."""
 
     def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, pool: RewardPool, timers: Timers,
-                 stopping: Callable[[], bool] = lambda: False):
-        """`stopping` is asked between dispatches; once it is True, `collect` raises Interrupted."""
+                 stopping: Callable[[], bool] = lambda: False,
+                 post_process: Callable[[list[Sample]], None] | None = None):
+        """`stopping` is asked between dispatches; once it is True, `collect` raises Interrupted. `post_process` sees
+        all samples of a rollout or evaluation set once they are scored, and writes their `train_metadata`."""
         self.scheduler, self.tokenizer, self.pool = scheduler, tokenizer, pool
-        self.timers, self.stopping = timers, stopping
+        self.timers, self.stopping, self.post_process = timers, stopping, post_process
 
     def collect(self, params: Params, samples: Sequence[Sample], sampling: SamplingParams, version: int) -> None:
         """Fill every sample: tokens, log-probs, status, text, reward. `params` are the engine's weights.
@@ -81,6 +89,8 @@ class Rollout:
             for uid, future in futures.items():
                 result = future.result()
                 by_uid[uid].reward, by_uid[uid].rewards = result.reward, dict(result.parts)
+        if self.post_process is not None:
+            self.post_process(list(samples))
 
     def _request(self, sample: Sample, sampling: SamplingParams) -> Request:
         """The request that draws what is left of a sample; its limit counts what was drawn before."""
@@ -120,6 +130,11 @@ def summarize(samples: Sequence[Sample]) -> dict[str, float]:
         values["rollout_log_probs"] = np.mean(drawn)
     for part in sorted({name for s in samples for name in s.rewards}):
         values[f"reward/{part}"] = np.mean([s.rewards[part] for s in samples if part in s.rewards])
+    numbers = {name for s in samples for name, value in s.train_metadata.items() if isinstance(value, (int, float))}
+    for name in sorted(numbers):
+        values[f"extra/{name}"] = np.mean([s.train_metadata[name] for s in samples if name in s.train_metadata])
+    if any("dcpo" in s.train_metadata for s in samples):
+        values |= dcpo.summary(samples)
     return {name: float(value) for name, value in values.items()} | _group_metrics(samples)
 
 

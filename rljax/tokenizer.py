@@ -86,6 +86,36 @@ class Tokenizer:
         """Ids of `render`: the start token stands there once, if the template writes it, and nothing is added."""
         return self.encode(self.render(messages, add_generation_prompt, tools))
 
+    def conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None):
+        """(ids, mask) of a whole chat: mask 1 on what the assistant says, up to the token that ends its turn.
+
+        ValueError where the chat has no assistant turn, or where the template writes a turn in another way once more
+        messages follow it, so that its tokens cannot be told.
+        """
+        if messages[0]["role"] == "assistant":
+            raise ValueError("the conversation begins with the assistant: nothing stands before its first turn")
+        text, spans = self.render(messages, False, tools), []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self.render(messages[:index], True, tools)
+                after = self.render(messages[: index + 1], False, tools)
+                if not text.startswith(before) or not text.startswith(after) or len(after) <= len(before):
+                    raise ValueError(f"the chat template writes the assistant's message {index} in another way once "
+                                     f"more messages follow it: give conversations that end with their only answer")
+                spans.append((len(before), len(after)))
+        if not spans:
+            raise ValueError("the conversation has no assistant message to learn from")
+        encoded = self.hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids, mask = encoded["input_ids"], [0] * len(encoded["input_ids"])
+        for begin, end in spans:
+            inside = [at for at, (start, _) in enumerate(encoded["offset_mapping"]) if begin <= start < end]
+            ends = [at for at in inside if ids[at] in self.stop_ids]  # what stands behind is the template's
+            for at in inside:
+                mask[at] = int(not ends or at <= ends[-1])
+        if 1 not in mask:
+            raise ValueError("what the assistant says has no tokens")
+        return ids, mask
+
     @functools.cached_property
     def special_tokens(self) -> frozenset[str]:
         """The texts that are recognised as one special id, whose decoding is empty."""

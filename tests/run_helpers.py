@@ -61,7 +61,7 @@ def slow(sample):
     time.sleep(5)
     return 0.0
 
-def too_short(samples, algo):
+def too_short(samples, algo, scores):
     return [np.zeros(1, np.float32) for s in samples]
 
 number = 3

@@ -17,17 +17,20 @@ from rljax import assemble, checkpoint, models, packing, sharding
 from rljax.checkpoint import Checkpoints
 from rljax.models.families import from_hf
 from rljax.optimizer import OptimizerConfig
-from rljax.trainer import LossConfig, Trainer
+from rljax.policy import LossConfig
+from rljax.trainer import Trainer
 from rljax.types import TrainState
 
 CFG = from_hf({**run_helpers.MODEL, "vocab_size": 32}, None)
 OPTIM = OptimizerConfig(lr=1.0, warmup_steps=4, total_updates=100)
-SHAPES = assemble.state_shapes(CFG, OPTIM)
 
 
 def make_trainer(devices: int) -> Trainer:
     mesh = sharding.make_mesh(data=1, fsdp=-1, devices=jax.devices()[:devices])
     return Trainer(CFG, mesh, LossConfig(), OPTIM)
+
+
+SHAPES = make_trainer(1).state_shapes
 
 
 def fresh(trainer: Trainer) -> TrainState:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shared_data import cases, shared
 from test_tokenizer import build
 
-from rljax import data, hub
+from rljax import data, records, hub
 from rljax import tokenizer as tk
 
 CASES = {case["id"]: case for area in ("data", "checkpoint", "sampler") for case in cases(area)}
@@ -365,7 +365,7 @@ def hub_folder(tmp_path, monkeypatch):
         calls.append((repo, arguments))
         return str(tmp_path)
 
-    monkeypatch.setattr(data.huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(records.huggingface_hub, "snapshot_download", download)
     return calls
 
 
@@ -392,7 +392,7 @@ def test_hub_errors_are_explained(text, monkeypatch, error):
     def download(*_, **__):
         raise error
 
-    monkeypatch.setattr(data.huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(records.huggingface_hub, "snapshot_download", download)
     with pytest.raises(ValueError, match=f"'openai/gsm8k': no such file or folder, .* failed: {error}"):
         source("openai/gsm8k", text)
     with pytest.raises(ValueError, match="no hub data set"):  # a file name is not taken for a hub id

@@ -73,7 +73,7 @@ def test_uninterrupted(whole):
     assert len({row["train/grad_norm"] for row in rows if "train/step" in row}) == 12
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["4", "6"]
     state = runs.saved_state(run)
-    assert state["['step']"] == 12
+    assert state["['policy']['step']"] == 12
     assert checkpoint.read_host(run / "checkpoints" / "6")["groups"] == 24
     perf = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     compiled = [row["perf/compiles"] for row in perf if "perf/compiles" in row]
@@ -247,7 +247,7 @@ def test_gradients_that_are_not_finite(folder):
     assert done.returncode == 1, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
-    assert "3 updates in a row" in errors[0]
+    assert "3 updates of the policy in a row" in errors[0]
     assert "optim.max_nonfinite 3" in errors[0]
     assert "Traceback" not in done.stderr
     skips = [row["train/nonfinite_skips"] for row in runs.metrics(folder / "broken") if "train/step" in row]

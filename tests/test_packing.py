@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_data import cases
 
-from rljax import packing
+from rljax import packing, partition
 
 ROWS = cases("numerics") + cases("reliability")
 FLOATS = ("loss_weight", "advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
@@ -132,7 +132,7 @@ def test_what_no_search_is_needed_to_refuse():
 
 
 def test_a_search_that_gives_up_says_so(monkeypatch):
-    monkeypatch.setattr(packing, "SEARCH_STEPS", 1)
+    monkeypatch.setattr(partition, "SEARCH_STEPS", 1)
     with pytest.raises(ValueError, match="found no split of 6 items .* into 2 parts of at most 19 in 1 steps"):
         packing.balanced_partitions([5, 6, 6, 6, 9, 5], 2, 19)
 
@@ -318,6 +318,19 @@ def test_rows_of_a_small_step_are_the_power_of_two_that_suffices():
         assert batch.tokens.shape == (rows, 8)
     batches = packing.pack(items, buckets=(8,), max_tokens_per_device=24, data_shards=1)
     assert [batch.tokens.shape for batch in batches] == [(3, 8), (3, 8)]
+
+
+def test_unpack_gives_each_sample_its_response():
+    items = random_items(np.random.default_rng(7), [3, 9, 1, 16, 5, 5, 12, 2])
+    batches = packing.pack(items, buckets=(16,), max_tokens_per_device=16, data_shards=2)
+    assert len(batches) > 1
+    for item, values in zip(items, packing.unpack(batches, [batch.tokens for batch in batches], items), strict=True):
+        assert values.tolist() == item.tokens[item.prompt_len :].tolist()
+    assert packing.unpack([], [], []) == []
+    with pytest.raises(ValueError, match=r"shapes .*\(2, 3\).*\(2, 16\)"):
+        packing.unpack(batches[:1], [np.zeros((2, 3))], items)
+    with pytest.raises(ValueError, match="hold 53 tokens, the samples 50"):
+        packing.unpack(batches, [batch.tokens for batch in batches], items[1:])
 
 
 def test_loss_and_its_parts_do_not_depend_on_packing():

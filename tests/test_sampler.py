@@ -22,7 +22,8 @@ from rljax.optimizer import OptimizerConfig
 from rljax.sample import SamplingParams
 from rljax.sampler.engine import Engine, EngineConfig
 from rljax.sampler.scheduler import Request, Scheduler
-from rljax.trainer import LossConfig, Trainer
+from rljax.policy import LossConfig
+from rljax.trainer import Trainer
 
 CASES = {row["id"]: row for row in cases("sampler")}
 MIXED = {0: {}, 1: {"temperature": 0.0}, 2: {"top_k": 3}, 3: {"temperature": 0.5}, 4: {"top_p": 0.8}, 5: {},

@@ -245,6 +245,36 @@ def test_template_errors(tmp_path, digits):
 # stop strings
 
 
+CHAT = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %} ; {% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}")
+TURNS = [{"role": "user", "content": "hé?"}, {"role": "assistant", "content": "the 12é"},
+         {"role": "user", "content": "[assistant]"}, {"role": "assistant", "content": "User"}]
+
+
+def test_a_conversation_marks_what_the_assistant_says(tmp_path):
+    tokenizer = tk.load(build(tmp_path, words=["User", "the", "12"], template=CHAT))
+    ids, mask = tokenizer.conversation(TURNS)
+    assert ids == tokenizer.apply_chat_template(TURNS, add_generation_prompt=False)
+    parts = []
+    runs = [i for i, one in enumerate(mask) if one and (i == 0 or not mask[i - 1])]
+    for start in runs:
+        end = start + mask[start:].index(0)
+        parts.append(tokenizer.decode(ids[start:end], skip_special=False))
+    assert parts == ["the 12é<eos>", "User<eos>"]  # the end of the turn is learned, what follows is the template's
+
+
+@pytest.mark.parametrize(("messages", "template", "named"), [
+    (TURNS[:1], CHAT, "no assistant message"),
+    (TURNS, CHAT.replace("{{ m.content }}", "{{ loop.length }}{{ m.content }}"), "message 1 in another way"),
+    (TURNS[1:], CHAT, "begins with the assistant"),
+])
+def test_conversations_without_marks(tmp_path, messages, template, named):
+    tokenizer = tk.load(build(tmp_path, template=template))
+    with pytest.raises(ValueError, match=named):
+        tokenizer.conversation(messages)
+
+
 def naive_stop(tokenizer, ids, stop):
     """Decode every prefix, from the start."""
     for count in range(1, len(ids) + 1):

@@ -10,6 +10,6 @@ from rljax.algorithms import per_token
 from rljax.sample import Sample
 
 
-def advantages(samples: list[Sample], algo: Any) -> list[np.ndarray]:
+def advantages(samples: list[Sample], algo: Any, scores: Any) -> list[np.ndarray]:
     """A = 1 on every trained token; with the surrogate `sft` the loss is their negative log-likelihood."""
     return per_token(samples, np.ones(len(samples)))

@@ -45,7 +45,8 @@ def rljax_worker(work: dict[str, Any]):
 
     from rljax import models, packing, sharding
     from rljax.optimizer import OptimizerConfig
-    from rljax.trainer import LossConfig, Trainer
+    from rljax.policy import LossConfig
+    from rljax.trainer import Trainer
 
     start = time.perf_counter()
     mesh = sharding.make_mesh(devices=jax.devices()[:1])

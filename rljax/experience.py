@@ -1,0 +1,240 @@
+"""Stages 4 and 5 of 7 for one rollout: what models say of its samples, their advantages, and packed micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from rljax import advantages as formulas
+from rljax import algorithms, packing, sharding
+from rljax.algorithms import Scores
+from rljax.critic import Critic
+from rljax.metrics import masked_mean
+from rljax.sample import TRUNCATED, Sample
+from rljax.trainer import Scorer, Trainer
+from rljax.types import PackedBatch, Params
+
+log = logging.getLogger(__name__)
+Arrays = list[np.ndarray]  # float32 [m] for each sample
+TokenWeights = Callable[[list[Sample], Any], Arrays]
+
+
+class Weights(NamedTuple):
+    """The parameters that score a rollout; None where the run has no such model."""
+
+    policy: Params
+    reference: Params | None = None
+    teacher: Params | None = None
+    critic: Params | None = None
+
+
+@dataclasses.dataclass
+class Update:
+    """One update of a rollout: its micro-batches, and what is known of it on the host."""
+
+    batches: list[PackedBatch]
+    explained_variance: float | None  # of the critic's values, made before the update
+
+
+def overlong_penalty(length: int, max_response_len: int, buffer_len: int, penalty: float) -> float:
+    """DAPO's soft penalty, at most 0: 0 up to max_response_len - buffer_len tokens, from there down in a line to
+    -penalty at max_response_len. Yu et al. 2025 (arXiv:2503.14476)."""
+    over = length - (max_response_len - buffer_len)
+    return -penalty * min(max(over, 0) / buffer_len, 1.0) if buffer_len > 0 else 0.0
+
+
+def shape_rewards(samples: Sequence[Sample], config: ConfigDict) -> None:
+    """Add the overlong penalty to each scored sample's reward, and take truncated samples out of the loss
+    (`algo.mask_truncated`), while they stay in their group."""
+    limit, reward = config.rollout.max_response_len, config.reward
+    for sample in samples:
+        if reward.overlong_buffer_len and sample.reward is not None:
+            size = len(sample.response_tokens)
+            sample.rewards["overlong"] = overlong_penalty(
+                size, limit, reward.overlong_buffer_len, reward.overlong_penalty
+            )
+            sample.reward += sample.rewards["overlong"]
+        if config.algo.mask_truncated and sample.status == TRUNCATED:
+            sample.loss_mask = [0] * len(sample.response_tokens)
+
+
+class Experience:
+    """Makes the updates of a rollout from its scored samples."""
+
+    def __init__(self, config: ConfigDict, trainer: Trainer, estimator: algorithms.Estimator, *,
+                 token_weights: TokenWeights | None = None, critic: Critic | None = None,
+                 teacher: Scorer | None = None, on_policy: bool, shapes: dict[str, Any]):
+        """`on_policy`: the policy's old log-probs are made by the update itself. `token_weights` is the user's loss
+        aggregation, `shapes` are arguments of `packing.pack`."""
+        self.config, self.trainer, self.estimator, self.token_weights = config, trainer, estimator, token_weights
+        self.critic, self.teacher, self.shapes = critic, teacher, shapes
+        algo = config.algo
+        by_trainer = algo.old_logprobs == "trainer" and algo.surrogate != "sft"
+        self.scores_old = by_trainer and (not on_policy or algo.kl_coef > 0 or algo.opd_kl_coef > 0)
+
+    def make(self, samples: list[Sample], weights: Weights) -> tuple[list[Update], dict[str, float]]:
+        """Updates in order, and metrics. An update with nothing to train is left out, and said."""
+        shape_rewards(samples, self.config)
+        parts = self._parts(samples)
+        kept = [samples[index] for part in parts for index in part]  # samples of updates that are left out need nothing
+        place = {id(sample): index for index, sample in enumerate(kept)}
+        parts = [[place[id(samples[index])] for index in part] for part in parts]
+        if not kept:
+            return [], {"trained_tokens": 0.0, "row_tokens": 0.0}
+        scores, entropies = self._score(kept, parts, weights)
+        advantages, returns = self._advantages(kept, scores)
+        updates = [self._update(kept, part, scores, advantages, returns) for part in parts]
+        values = self._means(kept, scores, entropies, advantages, returns)
+        return updates, values | _row_metrics(kept, advantages, updates)
+
+    def _parts(self, samples: list[Sample]) -> list[Sequence[int]]:
+        """Indices of the samples of each update that has something to train."""
+        size = self.config.train.global_batch_size or len(samples) or 1
+        parts = packing.split_updates(len(samples), size)
+        kept = [part for part in parts if any(any(samples[index].loss_mask) for index in part)]
+        if len(kept) < len(parts):
+            log.warning("%d of %d updates have no token to train: skipped", len(parts) - len(kept), len(parts))
+        return kept
+
+    def _score(self, samples: list[Sample], parts: list[list[int]], weights: Weights):
+        """(scores, entropies or None): one pass of each model that something needs, in the updates' own shapes, so
+        that nothing more compiles."""
+        wanted: dict[str, Callable[[PackedBatch], Any]] = {}
+        if self.scores_old:
+            wanted["old_logprobs"] = lambda batch: self.trainer.score(weights.policy, batch)
+        if weights.reference is not None:
+            wanted["ref_logprobs"] = lambda batch: self.trainer.score(weights.reference, batch)[0]
+        if weights.teacher is not None:
+            wanted["teacher_logprobs"] = lambda batch: self.teacher.score(weights.teacher, batch)[0]
+        if self.critic is not None:
+            wanted["values"] = lambda batch: self.critic.values(weights.critic, batch)
+        found: dict[str, Arrays] = {}
+        for part in parts if wanted else ():
+            items = [_item(samples[index]) for index in part]
+            batches = packing.pack(items, **self.shapes)
+            outputs = sharding.to_host([{name: score(batch) for name, score in wanted.items()} for batch in batches])
+            if self.scores_old:
+                for one in outputs:
+                    one["old_logprobs"], one["entropy"] = one["old_logprobs"]
+            for name in outputs[0]:
+                values = packing.unpack(batches, [one[name] for one in outputs], items)
+                found.setdefault(name, []).extend(values)
+        if not self.scores_old and self.config.algo.old_logprobs == "rollout":
+            found["old_logprobs"] = [np.asarray(sample.logprobs, np.float32) for sample in samples]
+        entropies = found.pop("entropy", None)
+        rows = [dict(zip(found, values)) for values in zip(*found.values())] or [{}] * len(samples)
+        return [Scores(**row) for row in rows], entropies
+
+    def _advantages(self, samples: list[Sample], scores: list[Scores]) -> tuple[Arrays, Arrays | None]:
+        """(advantages, returns of the critic): the estimator's, plus the teacher's term, whitened where asked for."""
+        algo = self.config.algo
+        advantages = algorithms.estimate(self.estimator, samples, algo, scores)
+        returns = None
+        if self.critic is not None:
+            returns = [one + score.need("values") for one, score in zip(advantages, scores, strict=True)]
+        if algo.opd_kl_coef > 0:
+            advantages = [
+                one - algo.opd_kl_coef * np.where(np.asarray(sample.loss_mask) > 0, score.need("old_logprobs")
+                                                  - score.need("teacher_logprobs"), 0.0).astype(np.float32)
+                for one, sample, score in zip(advantages, samples, scores, strict=True)
+            ]
+        if algo.normalize_advantages:
+            advantages = algorithms.over_tokens(_whiten, samples, advantages)[0]
+        return advantages, returns
+
+    def _update(self, samples, part, scores, advantages, returns) -> Update:
+        """The packed micro-batches of the samples `part`."""
+        members = [samples[index] for index in part]
+        items = []
+        for index, sample, weight in zip(part, members, self._loss_weights(members), strict=True):
+            extras = _extras(sample)
+            if returns is not None:
+                extras |= {"old_values": scores[index].values, "returns": returns[index]}
+            items.append(_item(sample, weight, advantages[index], scores[index], extras))
+        explained = None
+        if returns is not None:
+            explained = explained_variance([scores[i].values for i in part], [returns[i] for i in part],
+                                           [samples[i].loss_mask for i in part])
+        return Update(packing.pack(items, **self.shapes), explained)
+
+    def _loss_weights(self, samples: list[Sample]) -> Arrays:
+        algo = self.config.algo
+        masks = [sample.loss_mask for sample in samples]
+        if self.token_weights is None:
+            length = algo.loss_length or self.config.rollout.max_response_len
+            return packing.loss_weights(masks, algo.loss_aggregation, length)
+        weights = [np.asarray(one, np.float32) for one in self.token_weights(samples, algo)]
+        if [len(one) for one in weights] != [len(mask) for mask in masks]:
+            raise ValueError(f"algo.loss_aggregation {algo.loss_aggregation} returned weights of lengths "
+                             f"{[len(one) for one in weights][:8]} for masks of {[len(mask) for mask in masks][:8]}")
+        return [np.where(np.asarray(mask) > 0, one, 0.0) for mask, one in zip(masks, weights, strict=True)]
+
+    def _means(self, samples, scores, entropies, advantages, returns) -> dict[str, float]:
+        """`rollout/` metrics: means over trained tokens."""
+        old = [one.old_logprobs for one in scores]
+        found = {
+            "log_probs": old if self.scores_old else None, "ref_log_probs": [one.ref_logprobs for one in scores],
+            "teacher_log_probs": [one.teacher_logprobs for one in scores], "values": [one.values for one in scores],
+            "entropy": entropies, "returns": returns, "advantages": advantages,
+        }
+        found = {name: arrays for name, arrays in found.items() if arrays is not None and arrays[0] is not None}
+        if old[0] is not None and "ref_log_probs" in found:
+            found["kl"] = algorithms.over_tokens(algorithms.kl_estimate, samples, old, found["ref_log_probs"],
+                                                 kind=self.config.algo.kl_loss_type)[0]
+        mask = np.concatenate([sample.loss_mask for sample in samples])
+        return {f"rollout/{name}": masked_mean(np.concatenate(arrays), mask) for name, arrays in found.items()}
+
+
+def _whiten(mask: jax.Array, advantages: jax.Array) -> tuple[jax.Array]:
+    return (formulas.whiten(advantages, mask),)
+
+
+def explained_variance(values: Arrays, returns: Arrays, masks: Sequence[Sequence[int]]) -> float | None:
+    """1 - var(returns - values) / var(returns) over trained tokens; None where the returns do not vary."""
+    kept = np.concatenate([np.asarray(mask) for mask in masks]) > 0
+    target = np.concatenate(returns).astype(np.float64)[kept]
+    error = target - np.concatenate(values).astype(np.float64)[kept]
+    return float(1.0 - error.var() / target.var()) if target.size and target.var() > 0 else None
+
+
+def _extras(sample: Sample) -> dict[str, np.ndarray]:
+    """Per-token numbers that a hook put into `train_metadata`: what has one entry for each response token."""
+    return {
+        name: np.asarray(values, np.float32) for name, values in sample.train_metadata.items()
+        if isinstance(values, (list, tuple, np.ndarray)) and len(values) == len(sample.response_tokens)
+    }
+
+
+def _item(sample: Sample, weight: np.ndarray | None = None, advantages: np.ndarray | None = None,
+          scores: Scores = Scores(), extras: dict[str, np.ndarray] | None = None) -> packing.PackItem:
+    """A sample as what `packing.pack` takes; zeros for what is not given."""
+    sample.check()
+    zeros = np.zeros(len(sample.response_tokens), np.float32)
+
+    def given(values: np.ndarray | None) -> np.ndarray:
+        return zeros if values is None else values
+
+    return packing.PackItem(
+        tokens=np.asarray(sample.prompt_tokens + sample.response_tokens, np.int32),
+        prompt_len=len(sample.prompt_tokens), loss_mask=np.asarray(sample.loss_mask, np.int32),
+        loss_weight=given(weight), advantages=given(advantages), old_logprobs=given(scores.old_logprobs),
+        ref_logprobs=given(scores.ref_logprobs), rollout_logprobs=np.asarray(sample.logprobs, np.float32),
+        extras=extras or {},
+    )
+
+
+def _row_metrics(samples: list[Sample], advantages: Arrays, updates: list[Update]) -> dict[str, float]:
+    """How full the rows are, and the mean of each sample's advantage at its last trained token."""
+    batches = [batch for update in updates for batch in update.batches]
+    rows = sum(batch.tokens.size for batch in batches)
+    real = sum(int((batch.segment_ids > 0).sum()) for batch in batches)
+    masks = [np.asarray(sample.loss_mask) for sample in samples]
+    last = [one[mask > 0][-1] if mask.any() else 0.0 for one, mask in zip(advantages, masks)]
+    return {"row_tokens": float(rows), "trained_tokens": float(sum(mask.sum() for mask in masks)),
+            "perf/packing_efficiency": real / rows, "rollout/rewards": float(np.mean(last))}
