@@ -11,26 +11,19 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from rljax.algo_rules import check_algo, one_of, require
+
 DTYPES = ("auto", "bfloat16", "float32")
 FILE_DTYPES = ("float32", "bfloat16", "float16")
 INITS = ("load", "random")
 REMAT = ("auto", "none", "dots", "full")
-ESTIMATORS = ("grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "dcpo", "opd",
-              "sft")
-GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "dcpo")  # a group of one teaches them nothing
-SURROGATES = ("clip", "gspo", "cispo", "reinforce", "sft")
-REWARDS = ("math", "gsm8k", "exact_match", "format", "dcpo")
+REWARDS = ("math", "gsm8k", "dapo", "exact_match", "f1", "format", "dcpo")
 POST_PROCESSES = ("", "dcpo")
-CORRECTIONS = ("none", "truncate", "mask")
-LEVELS = ("token", "sequence", "geometric")
-KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
-AGGREGATIONS = ("sample_mean", "token_mean", "constant")
-OLD_LOGPROBS = ("trainer", "rollout")
+FILTERS = ("", "reward_std", "not_all_right", "not_all_wrong", "not_all_truncated")
 OPTIMIZERS = ("adamw",)
 SCHEDULES = ("constant", "linear", "cosine")
 SMALLEST_ROW = 64
 SET_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
-FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def row_buckets(config: ConfigDict) -> tuple[int, ...]:
@@ -52,14 +45,14 @@ def mesh_sizes(config: ConfigDict, num_devices: int) -> dict[str, int]:
     sizes = dict(config.mesh.to_dict())
     text = ", ".join(f"mesh.{axis} = {size}" for axis, size in sizes.items())
     open_axes = [axis for axis, size in sizes.items() if size == -1]
-    _require(all(size >= 1 or size == -1 for size in sizes.values()), f"{text}: each must be at least 1, or -1")
-    _require(len(open_axes) <= 1, f"{text}: only one may be -1")
+    require(all(size >= 1 or size == -1 for size in sizes.values()), f"{text}: each must be at least 1, or -1")
+    require(len(open_axes) <= 1, f"{text}: only one may be -1")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     for axis in open_axes:
-        _require(num_devices % fixed == 0, f"{text}: {fixed} does not divide the {num_devices} devices")
+        require(num_devices % fixed == 0, f"{text}: {fixed} does not divide the {num_devices} devices")
         sizes[axis] = num_devices // fixed
     product = math.prod(sizes.values())
-    _require(product == num_devices, f"{text}: they multiply to {product}, but there are {num_devices} devices")
+    require(product == num_devices, f"{text}: they multiply to {product}, but there are {num_devices} devices")
     return sizes
 
 
@@ -68,11 +61,11 @@ def validate(config: ConfigDict, num_devices: int) -> None:
     for section, keys in config.to_dict().items():
         for key, value in keys.items():
             if isinstance(value, float):
-                _require(abs(value) <= MOST_FLOAT, f"{section}.{key} = {value}: must be finite, also in float32")
+                require(abs(value) <= MOST_FLOAT, f"{section}.{key} = {value}: must be finite, also in float32")
     _check_text(config)
     _check_ranges(config)
     _check_rollout(config)
-    _check_algo(config)
+    check_algo(config)
     _check_lengths(config)
     _check_steps(config)
     _check_eval(config)
@@ -80,45 +73,33 @@ def validate(config: ConfigDict, num_devices: int) -> None:
     shards = mesh_sizes(config, num_devices)
     split = shards["data"] * shards["fsdp"]
     slots = config.sampler.slots
-    _require(
+    require(
         slots % split == 0,
         f"sampler.slots = {slots}: must be a multiple of mesh.data * mesh.fsdp = {split}, over which they are split",
     )
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ValueError(message)
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...], path: bool = False) -> None:
-    """`value` is a known name, or with `path` also of the form package.module:function."""
-    more = " or package.module:function" if path else ""
-    if value not in known and not (path and FUNCTION_PATH.fullmatch(value)):
-        raise ValueError(f"{name} = {value!r}: expected {', '.join(known)}{more}")
-
-
 def _ascending(name: str, values: tuple[int, ...]) -> None:
-    _require(len(values) > 0 and values[0] >= 1, f"{name} = {values}: needs lengths of at least 1")
+    require(len(values) > 0 and values[0] >= 1, f"{name} = {values}: needs lengths of at least 1")
     for low, high in zip(values, values[1:]):
-        _require(low < high, f"{name} = {values}: must ascend, but {low} stands before {high}")
+        require(low < high, f"{name} = {values}: must ascend, but {low} stands before {high}")
 
 
 def _check_text(config: ConfigDict) -> None:
     """Names, JSON and regular expressions."""
-    _one_of("model.init", config.model.init, INITS)
-    _one_of("model.compute_dtype", config.model.compute_dtype, DTYPES)
-    _one_of("model.remat", config.model.remat, REMAT)
-    _one_of("sampler.dtype", config.sampler.dtype, DTYPES)
-    _one_of("checkpoint.save_hf_dtype", config.checkpoint.save_hf_dtype, FILE_DTYPES)
-    _one_of("reward.type", config.reward.type, REWARDS, path=True)
-    _one_of("reward.post_process", config.reward.post_process, POST_PROCESSES, path=True)
-    _one_of("optim.name", config.optim.name, OPTIMIZERS)
-    _one_of("optim.schedule", config.optim.schedule, SCHEDULES)
+    one_of("model.init", config.model.init, INITS)
+    one_of("model.compute_dtype", config.model.compute_dtype, DTYPES)
+    one_of("model.remat", config.model.remat, REMAT)
+    one_of("sampler.dtype", config.sampler.dtype, DTYPES)
+    one_of("checkpoint.save_hf_dtype", config.checkpoint.save_hf_dtype, FILE_DTYPES)
+    one_of("reward.type", config.reward.type, REWARDS, path=True)
+    one_of("reward.post_process", config.reward.post_process, POST_PROCESSES, path=True)
+    one_of("optim.name", config.optim.name, OPTIMIZERS)
+    one_of("optim.schedule", config.optim.schedule, SCHEDULES)
     for name in ("model.path", "data.prompt_data", "data.input_key", "reward.key", "log.dir",
                  "checkpoint.load"):
         section, key = name.split(".")
-        _require(bool(config[section][key].strip()), f"{name} is empty")
+        require(bool(config[section][key].strip()), f"{name} is empty")
     for key in ("trainable", "frozen"):
         try:
             re.compile(config.model[key])
@@ -133,14 +114,15 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
         value = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{name} = {text!r}: not JSON: {error}") from error
-    _require(isinstance(value, dict), f"{name} = {text!r}: expected a JSON object")
+    require(isinstance(value, dict), f"{name} = {text!r}: expected a JSON object")
     return value
 
 
 AT_LEAST = {  # knob -> smallest value
     "data.seed": 0, "data.max_prompt_len": 0,
     "rollout.batch_size": 1, "rollout.n_samples_per_prompt": 1, "rollout.num_rollouts": 1, "rollout.num_epochs": 0,
-    "rollout.max_response_len": 1, "rollout.top_k": -1,
+    "rollout.max_response_len": 1, "rollout.top_k": -1, "rollout.over_sampling_batch_size": 0,
+    "rollout.max_version_lag": 0, "rollout.max_filter_rounds": 1,
     "sampler.slots": 0, "sampler.prefill_chunk": 1, "sampler.steps_per_dispatch": 1,
     "reward.memory_mb": 1, "reward.workers": 0,
     "reward.overlong_buffer_len": 0, "reward.overlong_penalty": 0,
@@ -172,126 +154,42 @@ def _check_ranges(config: ConfigDict) -> None:
         return config[section][key]
 
     for name, low in AT_LEAST.items():
-        _require(value(name) >= low, f"{name} = {value(name)}: must be at least {low}")
+        require(value(name) >= low, f"{name} = {value(name)}: must be at least {low}")
     for name, low in ABOVE.items():
         why = "; greedy draws (0) are for eval.temperature only" if name == "rollout.temperature" else ""
-        _require(value(name) > low, f"{name} = {value(name)}: must be above {low}{why}")
+        require(value(name) > low, f"{name} = {value(name)}: must be above {low}{why}")
     for name, high in AT_MOST.items():
-        _require(value(name) <= high, f"{name} = {value(name)}: must be at most {high}")
+        require(value(name) <= high, f"{name} = {value(name)}: must be at most {high}")
     for name in ("rollout.temperature", "eval.temperature"):
         cold = 0 < value(name) < LEAST_TEMPERATURE
-        _require(not cold, f"{name} = {value(name)}: must be at least {LEAST_TEMPERATURE}")
+        require(not cold, f"{name} = {value(name)}: must be at least {LEAST_TEMPERATURE}")
     for name, high in BELOW.items():
-        _require(value(name) < high, f"{name} = {value(name)}: must be below {high}")
+        require(value(name) < high, f"{name} = {value(name)}: must be below {high}")
 
 
 def _check_rollout(config: ConfigDict) -> None:
     """What is drawn, and what ends it."""
     rollout = config.rollout
-    _require(0 < rollout.top_p <= 1, f"rollout.top_p = {rollout.top_p}: must be above 0 and at most 1")
-    _require(all(rollout.stop), f"rollout.stop = {rollout.stop}: an empty text would end every response at once")
-    _require(
+    require(0 < rollout.top_p <= 1, f"rollout.top_p = {rollout.top_p}: must be above 0 and at most 1")
+    for name in ("dynamic_filter", "sample_filter", "buffer_filter"):
+        one_of(f"rollout.{name}", rollout[name], FILTERS, path=True)
+    over, partial = rollout.over_sampling_batch_size, rollout.partial
+    require(
+        over == 0 or over >= rollout.batch_size,
+        f"rollout.over_sampling_batch_size = {over}: must be at least rollout.batch_size = {rollout.batch_size}",
+    )
+    for name in ("mask_offpolicy_in_partial", "max_version_lag", "buffer_filter"):
+        require(partial or not rollout[name], f"rollout.{name} = {rollout[name]}, but rollout.partial is false")
+    debug = config.debug
+    require(bool(debug.load_rollouts) or not debug.train_only, "debug.train_only needs debug.load_rollouts")
+    require(
+        not (debug.rollout_only and debug.load_rollouts),
+        f"debug.rollout_only with debug.load_rollouts = {debug.load_rollouts!r}: there would be nothing to do",
+    )
+    require(all(rollout.stop), f"rollout.stop = {rollout.stop}: an empty text would end every response at once")
+    require(
         all(token >= 0 for token in rollout.stop_token_ids),
         f"rollout.stop_token_ids = {rollout.stop_token_ids}: ids must be at least 0",
-    )
-
-
-def _check_algo(config: ConfigDict) -> None:
-    """The loss and its parts."""
-    algo, count = config.algo, config.rollout.n_samples_per_prompt
-    _one_of("algo.advantage_estimator", algo.advantage_estimator, ESTIMATORS, path=True)
-    _one_of("algo.surrogate", algo.surrogate, SURROGATES, path=True)
-    _one_of("algo.loss_aggregation", algo.loss_aggregation, AGGREGATIONS, path=True)
-    _one_of("algo.kl_loss_type", algo.kl_loss_type, KL_TYPES)
-    _one_of("algo.kl_reward_type", algo.kl_reward_type, KL_TYPES)
-    _one_of("algo.old_logprobs", algo.old_logprobs, OLD_LOGPROBS)
-    _one_of("algo.is_correction", algo.is_correction, CORRECTIONS)
-    _one_of("algo.is_level", algo.is_level, LEVELS)
-    _require(
-        algo.dual_clip == 0 or algo.dual_clip > 1, f"algo.dual_clip = {algo.dual_clip}: must be 0 (off) or above 1"
-    )
-    _require(
-        algo.loss_length == 0 or algo.loss_aggregation == "constant",
-        f"algo.loss_length = {algo.loss_length}: is for algo.loss_aggregation constant, not {algo.loss_aggregation}",
-    )
-    pair = f"algo.advantage_estimator = {algo.advantage_estimator}"
-    _require(
-        (algo.advantage_estimator == "sft") == (algo.surrogate == "sft"),
-        f"{pair} with algo.surrogate = {algo.surrogate}: sft goes with sft only",
-    )
-    _require(
-        algo.advantage_estimator not in GROUP_ESTIMATORS or count > 1,
-        f"{pair} with rollout.n_samples_per_prompt = {count}: a group of fewer than 2 has advantage 0 always",
-    )
-    _require(
-        algo.advantage_estimator != "sft" or count == 1,
-        f"{pair} with rollout.n_samples_per_prompt = {count}: a label is one response, so it must be 1",
-    )
-    _check_models(config)
-    _check_corrections(config)
-
-
-def _check_models(config: ConfigDict) -> None:
-    """Reference, critic and teacher: each is used where it is named, and named where it is needed."""
-    algo, model, reward = config.algo, config.model, config.reward
-    _require(
-        algo.kl_coef == 0 or algo.kl_loss_coef == 0,
-        f"algo.kl_coef = {algo.kl_coef} and algo.kl_loss_coef = {algo.kl_loss_coef}: only one of them may be above 0",
-    )
-    _require(
-        algo.ref_update_interval == 0 or algo.kl_coef > 0 or algo.kl_loss_coef > 0 or algo.kl_metric,
-        f"algo.ref_update_interval = {algo.ref_update_interval}, but kl_coef and kl_loss_coef are 0 and kl_metric is "
-        f"false: there is no reference",
-    )
-    critic = algo.critic or algo.advantage_estimator == "ppo"
-    _require(
-        critic or not model.critic_path,
-        f"model.critic_path = {model.critic_path!r}, but algo.advantage_estimator = {algo.advantage_estimator} trains "
-        f"no critic: algo.critic=true does",
-    )
-    _require(
-        critic or algo.num_critic_only_steps == 0,
-        f"algo.num_critic_only_steps = {algo.num_critic_only_steps}, but there is no critic",
-    )
-    _require(
-        algo.opd_kl_coef == 0 or bool(model.teacher_path),
-        f"algo.opd_kl_coef = {algo.opd_kl_coef}, but model.teacher_path is empty",
-    )
-    _require(
-        algo.opd_kl_coef > 0 or not model.teacher_path,
-        f"model.teacher_path = {model.teacher_path!r}, but algo.opd_kl_coef is 0: the teacher would do nothing",
-    )
-    _require(
-        algo.opd_kl_coef > 0 or algo.advantage_estimator != "opd",
-        "algo.advantage_estimator = opd needs algo.opd_kl_coef above 0, and model.teacher_path",
-    )
-    limit = config.rollout.max_response_len
-    _require(
-        reward.overlong_buffer_len <= limit,
-        f"reward.overlong_buffer_len = {reward.overlong_buffer_len}: longer than rollout.max_response_len = {limit}",
-    )
-
-
-def _check_corrections(config: ConfigDict) -> None:
-    """What compares the trainer's log-probs with the sampler's, or the new policy with the old one."""
-    algo = config.algo
-    _require(
-        algo.is_low <= 1 <= algo.is_high and algo.is_low < algo.is_high,
-        f"algo.is_low = {algo.is_low} and algo.is_high = {algo.is_high}: the ratio 1 must lie between them",
-    )
-    _require(
-        algo.is_correction == "none" or algo.old_logprobs == "trainer",
-        f"algo.is_correction = {algo.is_correction} with algo.old_logprobs = {algo.old_logprobs}: the ratio of trainer "
-        f"and sampler needs the trainer's log-probs",
-    )
-    used = algo.is_correction != "none" or algo.opsm_delta > 0 or algo.kl_unbiased
-    _require(
-        algo.surrogate != "sft" or not used,
-        "algo.surrogate = sft with is_correction, opsm_delta or kl_unbiased: labels were drawn by no policy",
-    )
-    _require(
-        not algo.kl_unbiased or algo.kl_loss_coef > 0 or algo.kl_metric,
-        "algo.kl_unbiased = True, but kl_loss_coef is 0 and kl_metric is false: there is no KL in the loss",
     )
 
 
@@ -301,39 +199,39 @@ def _check_lengths(config: ConfigDict) -> None:
     _ascending("sampler.prompt_buckets", sampler.prompt_buckets)
     _ascending("sampler.length_buckets", sampler.length_buckets)
     prompt, largest = max_prompt_len(config), max(sampler.prompt_buckets)
-    _require(
+    require(
         prompt <= largest,
         f"data.max_prompt_len = {prompt}: longer than the largest of sampler.prompt_buckets, {largest}",
     )
     source = "data.max_prompt_len" if config.data.max_prompt_len else "largest of sampler.prompt_buckets"
     parts = f"{prompt} ({source}) + {response} (rollout.max_response_len) = {prompt + response} tokens"
     cache = max(sampler.length_buckets)
-    _require(prompt + response <= cache, f"sampler.length_buckets ends at {cache}, but must hold {parts}")
+    require(prompt + response <= cache, f"sampler.length_buckets ends at {cache}, but must hold {parts}")
     padded = min(bucket for bucket in sampler.prompt_buckets if bucket >= prompt)
-    _require(
+    require(
         padded <= cache, f"sampler.length_buckets ends at {cache}, but the prompt bucket in use has {padded} tokens"
     )
     budget = train.max_tokens_per_device
-    _require(prompt + response <= budget, f"train.max_tokens_per_device = {budget}, but must hold {parts}")
+    require(prompt + response <= budget, f"train.max_tokens_per_device = {budget}, but must hold {parts}")
     rows = row_buckets(config)
     _ascending("train.length_buckets", rows)
-    _require(
+    require(
         rows[-1] <= budget, f"train.length_buckets ends at {rows[-1]}, above train.max_tokens_per_device = {budget}"
     )
-    _require(prompt + response <= rows[-1], f"train.length_buckets ends at {rows[-1]}, but must hold {parts}")
+    require(prompt + response <= rows[-1], f"train.length_buckets ends at {rows[-1]}, but must hold {parts}")
 
 
 def _check_steps(config: ConfigDict) -> None:
     """Updates per rollout and in the run."""
     rollout, optim, size = config.rollout, config.optim, config.train.global_batch_size
     samples = rollout.batch_size * rollout.n_samples_per_prompt
-    _require(
+    require(
         size == 0 or samples % size == 0,
         f"train.global_batch_size = {size}: must divide rollout.batch_size * rollout.n_samples_per_prompt = "
         f"{rollout.batch_size} * {rollout.n_samples_per_prompt} = {samples}",
     )
     updates = rollout.num_rollouts * (samples // (size or samples))
-    _require(
+    require(
         optim.schedule == "constant" or rollout.num_epochs > 0 or optim.warmup_steps < updates,
         f"optim.warmup_steps = {optim.warmup_steps}: with optim.schedule = {optim.schedule} it must be below the "
         f"run's {updates} updates",
@@ -347,23 +245,23 @@ def _check_eval(config: ConfigDict) -> None:
     for entry in evaluate.data:
         name, equals, path = entry.partition("=")
         whole = bool(equals and path and SET_NAME.fullmatch(name))
-        _require(whole, f"eval.data: {entry!r} is not of the form name=path")
-        _require(name not in names, f"eval.data: two sets have the name {name!r}")
+        require(whole, f"eval.data: {entry!r} is not of the form name=path")
+        require(name not in names, f"eval.data: two sets have the name {name!r}")
         names.append(name)
-    _require(
+    require(
         evaluate.interval == 0 or bool(names), f"eval.interval = {evaluate.interval}, but eval.data names 0 sets"
     )
     for key, low, high in (("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0)):
         value = evaluate[key]
         bounds = "must be -1 (the rollout's), or " + ("at least 0" if high == math.inf else "above 0 and at most 1")
         inside = low <= value <= high and (key != "top_p" or value > 0)
-        _require(value == -1 or inside, f"eval.{key} = {value}: {bounds}")
+        require(value == -1 or inside, f"eval.{key} = {value}: {bounds}")
     length = evaluate.max_response_len
-    _require(
+    require(
         length == -1 or length >= 1, f"eval.max_response_len = {length}: must be -1 (the rollout's), or at least 1"
     )
     prompt, cache = max_prompt_len(config), max(config.sampler.length_buckets)
-    _require(
+    require(
         not names or prompt + length <= cache,
         f"sampler.length_buckets ends at {cache}, but must hold {prompt} (longest prompt) + {length} "
         f"(eval.max_response_len) = {prompt + length} tokens",
@@ -377,8 +275,8 @@ def _check_log(config: ConfigDict) -> None:
     except ValueError as error:
         raise ValueError(f"log.dir = {config.log.dir!r}: {error}") from error
     extra = sorted(fields - {"config", "time"})
-    _require(not extra, f"log.dir = {config.log.dir!r}: knows {{config}} and {{time}}, not {extra}")
-    _require(
+    require(not extra, f"log.dir = {config.log.dir!r}: knows {{config}} and {{time}}, not {extra}")
+    require(
         not config.log.wandb or importlib.util.find_spec("wandb") is not None,
         "log.wandb = True needs the package wandb: pip install 'rljax[wandb]'",
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from rljax.data import PromptSource
-from rljax.rollout import Rollout, make_group, summarize
+from rljax.gather import make_group
+from rljax.rollout import Rollout, summarize
 from rljax.sample import Sample, SamplingParams
 from rljax.types import Params
 

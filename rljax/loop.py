@@ -15,9 +15,11 @@ from ml_collections import ConfigDict
 from rljax import assemble, checkpoint, critic, evaluate, hub, models
 from rljax.checkpoint import Checkpoints
 from rljax.experience import Experience, Update, Weights
+from rljax.gather import Prompts
+from rljax.harvest import Harvest
 from rljax.metrics import Pending, Recorder, Timers
 from rljax.rewards.pool import RewardPool
-from rljax.rollout import Interrupted, Rollout, from_labels, make_group, summarize
+from rljax.rollout import Interrupted, Rollout, summarize
 from rljax.sample import Sample
 from rljax.trainer import finish_metrics
 from rljax.types import Params, TrainState
@@ -34,11 +36,10 @@ class Progress:
     """Where the run stands between two rollouts: everything but the train state that a checkpoint needs."""
 
     rollouts: int = 0  # finished
-    groups: int = 0  # prompt instances handed out
     updates: int = 0  # train/step
     evaluated: int = -1  # rollouts after which the last evaluation took place
     exported: int = -1  # and the last export as a Hugging Face folder
-    source: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prompts: dict[str, Any] = dataclasses.field(default_factory=dict)
     record: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -59,10 +60,13 @@ class Loop:
                                      shapes=assemble.pack_shapes(config, self.trainer))
         self.checkpoints = Checkpoints(assemble.checkpoint_dir(config, run_dir), keep=config.checkpoint.keep,
                                        async_save=config.checkpoint.async_save)
-        self.progress = Progress(source=parts.source.state())
+        self.prompts = Prompts(parts.source, config.rollout.n_samples_per_prompt)
+        self.harvest = Harvest(config, self.prompts, self.rollout, parts.sampling)
+        self.progress = Progress(prompts=self.prompts.state())
         self.state, self.critic, self.reference = self._start(start)
         self.teacher = assemble.teacher_params(config, parts)
-        self.weights = None if self.supervised else parts.engine.weights(self.state.params)
+        self.draws = not self.supervised and not config.debug.train_only  # whether the sampler has work to do
+        self.weights = parts.engine.weights(self.state.params) if self.draws else None
         c = config.log
         self.record = Recorder(
             run_dir, tensorboard=c.tensorboard, jsonl=c.jsonl, wandb=c.wandb, project=c.project,
@@ -83,7 +87,7 @@ class Loop:
         self.progress = Progress(**host)
         if start.parent.absolute() != self.checkpoints.directory:  # a new run, with a record of its own
             self.progress = dataclasses.replace(self.progress, record={}, evaluated=-1, exported=-1)
-        parts.source.restore(self.progress.source)
+        self.prompts.restore(self.progress.prompts)
         log.info("going on after %d rollouts from %s", self.progress.rollouts, start)
         reference = tree.get("reference")
         if reference is None and parts.needs_reference:
@@ -117,12 +121,20 @@ class Loop:
 
     def _one_rollout(self) -> dict[str, float]:
         """Stages 1 to 6."""
-        self.progress.source = self.parts.source.state()
         counts = self.pool.errors, self.pool.timeouts
-        samples = self._samples()
-        values = {"rollout/reward_errors": self.pool.errors - counts[0],
-                  "rollout/reward_timeouts": self.pool.timeouts - counts[1]}
+        samples, values = self.harvest.next(self.weights, self.progress.rollouts)
+        values |= {"rollout/reward_errors": self.pool.errors - counts[0],
+                   "rollout/reward_timeouts": self.pool.timeouts - counts[1]}
         values |= {f"rollout/{name}": value for name, value in summarize(samples).items()}
+        if not self.config.debug.rollout_only:
+            values |= self._train(samples)
+        self.record.samples(self.progress.rollouts, [s.to_json() for s in samples[: self.config.log.samples]])
+        self.progress.rollouts += 1
+        self.progress.prompts = self.prompts.state()
+        return values
+
+    def _train(self, samples: list[Sample]) -> dict[str, float]:
+        """Stages 4 to 6."""
         scored = [sample for sample in samples if sample.reward is not None or self.supervised]
         if not scored:
             log.warning("rollout %d: none of its %d samples has a reward, so nothing is trained",
@@ -137,25 +149,9 @@ class Loop:
             self.pending.flush()  # waits for the last update, and keeps the record's order the same where a run ends
         self._refresh_reference()
         with self.timers("sync_time"):
-            if not self.supervised:
+            if self.draws:
                 self.weights = jax.block_until_ready(self.parts.engine.weights(self.state.params))
-        self.record.samples(self.progress.rollouts, [s.to_json() for s in samples[: self.config.log.samples]])
-        self.progress.rollouts += 1
-        self.progress.source = self.parts.source.state()
-        return values | found
-
-    def _samples(self) -> list[Sample]:
-        """Stages 1 to 3: prompts, responses, rewards."""
-        rollout = self.config.rollout
-        samples = []
-        for offset, prompt in enumerate(self.parts.source.take(rollout.batch_size)):
-            samples += make_group(prompt, self.progress.groups + offset, rollout.n_samples_per_prompt)
-        if self.supervised:
-            from_labels(samples, self.parts.tokenizer)
-        else:
-            self.rollout.collect(self.weights, samples, self.parts.sampling, self.progress.updates)
-        self.progress.groups += rollout.batch_size
-        return samples
+        return found
 
     def _update(self, update: Update) -> None:
         """Stage 6: one update, of the critic and, once it may move, of the policy."""
@@ -195,18 +191,19 @@ class Loop:
         times = self.timers.pop()
         devices, scheduler = self.parts.mesh.size, self.parts.scheduler
         drawn = scheduler.take_counts()
-        packed, trained = values.pop("row_tokens"), values.pop("trained_tokens")
+        packed, trained = values.pop("row_tokens", 0.0), values.pop("trained_tokens", 0.0)
         if times.get("perf/rollout_time"):
             values["perf/rollout_tokens_per_device_per_sec"] = drawn["drawn"] / times["perf/rollout_time"] / devices
             values["perf/rollout_effective_tokens_per_device_per_sec"] = trained / times["perf/rollout_time"] / devices
             values["perf/slot_utilization"] = drawn["drawn"] / max(drawn["slot_steps"], 1)
             values["perf/prefix_shared_tokens"] = drawn["shared_tokens"]
-        values["perf/train_tokens_per_device_per_sec"] = packed / times["perf/train_time"] / devices
-        values["perf/train_effective_tokens_per_device_per_sec"] = trained / times["perf/train_time"] / devices
-        speed = self.parts.flops_per_token * packed / times["perf/train_time"] / devices
-        values["perf/tflops_per_device"] = speed / 1e12
-        if self.parts.peak_flops:
-            values["perf/mfu"] = speed / self.parts.peak_flops
+        if times.get("perf/train_time"):
+            values["perf/train_tokens_per_device_per_sec"] = packed / times["perf/train_time"] / devices
+            values["perf/train_effective_tokens_per_device_per_sec"] = trained / times["perf/train_time"] / devices
+            speed = self.parts.flops_per_token * packed / times["perf/train_time"] / devices
+            values["perf/tflops_per_device"] = speed / 1e12
+            if self.parts.peak_flops:
+                values["perf/mfu"] = speed / self.parts.peak_flops
         values["perf/compiles"] = self.compiles.count
         stats = jax.local_devices()[0].memory_stats()
         if stats and "peak_bytes_in_use" in stats:
@@ -228,10 +225,10 @@ class Loop:
 
     def _evaluate(self) -> None:
         done = self.progress.rollouts
-        if not self.parts.eval_sets or self.progress.evaluated == done:
+        if not self.parts.eval_sets or self.progress.evaluated == done or self.config.debug.train_only:
             return
         weights = self.parts.engine.weights(self.state.params) if self.weights is None else self.weights
-        values = evaluate.evaluate(self.rollout, weights, self.parts.eval_sets, self.progress.updates)
+        values = evaluate.evaluate(self.rollout, weights, self.parts.eval_sets, done)
         self.record.log("eval", done, values)
         self.progress.evaluated = done
         self.parts.scheduler.take_counts()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rljax.algorithms import dcpo
+from rljax.gather import Gathered, Gathering
 from rljax.metrics import Timers, pass_at_k
-from rljax.rewards.pool import RewardPool, RewardResult
+from rljax.rewards.pool import RewardPool
 from rljax.sample import COMPLETED, TRUNCATED, Sample, SamplingParams
 from rljax.sampler.scheduler import Request, Scheduler
 from rljax.tokenizer import Tokenizer
@@ -20,17 +20,6 @@ from rljax.types import Params
 
 class Interrupted(Exception):
     """The run was asked to stop while a rollout was under way."""
-
-
-def make_group(prompt: Sample, group: int, size: int) -> list[Sample]:
-    """`size` samples of one prompt instance; uid = group * size + index."""
-    samples = []
-    for index in range(size):
-        sample = copy.deepcopy(dataclasses.replace(prompt, prompt_tokens=[]))
-        sample.prompt_tokens = list(prompt.prompt_tokens)  # numbers need no deep copy, which is slow
-        sample.group, sample.uid = group, group * size + index
-        samples.append(sample)
-    return samples
 
 
 def remaining_budget(max_response_len: int, generated: int, cache_len: int, prompt_len: int) -> int:
@@ -71,26 +60,42 @@ class Rollout:
         A sample that has a part of its response keeps it, with log-probs, mask and versions, and is continued.
         Whatever is raised, no request stays behind in the scheduler.
         """
-        by_uid = {sample.uid: sample for sample in samples}
-        futures: dict[int, concurrent.futures.Future[RewardResult]] = {}
-        self.scheduler.submit([self._request(sample, sampling) for sample in samples])
+        groups: dict[int, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group, []).append(sample)
+        waiting = iter(groups.values())
+        count = len(groups)
+        everything = Gathering(lambda n: list(itertools.islice(waiting, n)), count, count, count)
+        self.gather(params, everything, sampling, version)
+        if self.post_process is not None:
+            self.post_process(list(samples))
+
+    def gather(self, params: Params, gathering: Gathering, sampling: SamplingParams, version: int) -> Gathered:
+        """Draw and score until enough groups are kept; what was interrupted comes back with the tokens it has."""
+        by_uid: dict[int, Sample] = {}
+
+        def admit() -> None:
+            fresh = gathering.admit()
+            by_uid.update((sample.uid, sample) for sample in fresh)
+            self.scheduler.submit([self._request(sample, sampling) for sample in fresh])
+
         try:
             with self.timers("rollout_time"):
-                while self.scheduler.busy:
+                admit()
+                while not gathering.finished:
                     if self.stopping():
                         raise Interrupted
                     for request in self.scheduler.step(params):
                         sample = by_uid[request.uid]
                         self._finish(sample, request, version)
-                        futures[sample.uid] = self.pool.submit(sample)
+                        gathering.ended(sample, self.pool.submit(sample))
+                    gathering.tick()
+                    admit()
         finally:
-            self.scheduler.abort()
+            for request in self.scheduler.abort():
+                _extend(by_uid[request.uid], request, version)
         with self.timers("reward_wait_time"):
-            for uid, future in futures.items():
-                result = future.result()
-                by_uid[uid].reward, by_uid[uid].rewards = result.reward, dict(result.parts)
-        if self.post_process is not None:
-            self.post_process(list(samples))
+            return gathering.close()
 
     def _request(self, sample: Sample, sampling: SamplingParams) -> Request:
         """The request that draws what is left of a sample; its limit counts what was drawn before."""
@@ -100,12 +105,17 @@ class Rollout:
         return Request(sample.uid, prompt, limited, list(sample.response_tokens), list(sample.logprobs))
 
     def _finish(self, sample: Sample, request: Request, version: int) -> None:
-        new = len(request.tokens) - len(sample.response_tokens)
-        sample.response_tokens, sample.logprobs = request.tokens, request.logprobs
-        sample.loss_mask, sample.versions = sample.loss_mask + [1] * new, sample.versions + [version] * new
+        _extend(sample, request, version)
         sample.end_reason = request.end_reason
         sample.status = TRUNCATED if request.end_reason == "length" else COMPLETED
         sample.text = request.text if request.text is not None else self.tokenizer.decode(request.tokens)
+
+
+def _extend(sample: Sample, request: Request, version: int) -> None:
+    """The sample's tokens as the request has them: the new ones are trained, and were drawn by `version`."""
+    new = len(request.tokens) - len(sample.response_tokens)
+    sample.response_tokens, sample.logprobs = request.tokens, request.logprobs
+    sample.loss_mask, sample.versions = sample.loss_mask + [1] * new, sample.versions + [version] * new
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, float]:

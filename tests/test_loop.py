@@ -74,7 +74,7 @@ def test_uninterrupted(whole):
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["4", "6"]
     state = runs.saved_state(run)
     assert state["['policy']['step']"] == 12
-    assert checkpoint.read_host(run / "checkpoints" / "6")["groups"] == 24
+    assert checkpoint.read_host(run / "checkpoints" / "6")["prompts"]["groups"] == 24
     perf = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     compiled = [row["perf/compiles"] for row in perf if "perf/compiles" in row]
     assert len(set(compiled[1:])) == 1  # nothing is compiled after the first rollout

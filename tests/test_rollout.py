@@ -17,7 +17,8 @@ from rljax.data import PromptSource
 from rljax.evaluate import EvalSet, evaluate, named_metrics
 from rljax.metrics import Timers, masked_mean, nan_mean, pass_at_k
 from rljax.rewards.pool import RewardResult
-from rljax.rollout import Interrupted, Rollout, from_labels, make_group, remaining_budget, repeats, summarize
+from rljax.gather import make_group
+from rljax.rollout import Interrupted, Rollout, from_labels, remaining_budget, repeats, summarize
 from rljax.sample import ABORTED, COMPLETED, PENDING, TRUNCATED, Sample, SamplingParams
 from rljax.sampler.scheduler import Scheduler
 

@@ -138,7 +138,7 @@ def diagram(arms: dict[str, tuple[Evaluation, list[tuple[float | None, float]]]]
         centres = [(index + 0.5) / len(count) for index in range(len(count))]
         upper, lower = axes[0][column], axes[1][column]
         upper.bar(centres, right, width=0.09, color=f"C{column}", alpha=0.5)
-        upper.plot(mean, right, "o", color=f"C{column}")
+        upper.scatter(mean, right, s=10 + 300 * count / count.sum(), color=f"C{column}")  # few answers, a small dot
         upper.plot([0, 1], [0, 1], "--", color="gray")
         upper.set(title=f"{arm}, {one.step} rollouts: ECE {ece:.3f}", xlim=(0, 1), ylim=(0, 1))
         lower.bar(centres, count / count.sum(), width=0.09, color=f"C{column}")
