@@ -339,7 +339,7 @@ def reward_pool(config: ConfigDict) -> RewardPool:
     r = config.reward
     try:
         return RewardPool(r.type, workers=r.workers, timeout_s=r.timeout_s, memory_mb=r.memory_mb,
-                          fallback=r.fallback, key=r.key)
+                          fallback=r.fallback, key=r.key, url=r.url)
     except ValueError as error:
         raise ValueError(f"reward.type = {r.type!r}: {error}") from error
 

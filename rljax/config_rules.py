@@ -17,7 +17,7 @@ DTYPES = ("auto", "bfloat16", "float32")
 FILE_DTYPES = ("float32", "bfloat16", "float16")
 INITS = ("load", "random")
 REMAT = ("auto", "none", "dots", "full")
-REWARDS = ("math", "gsm8k", "dapo", "exact_match", "f1", "format", "dcpo")
+REWARDS = ("math", "gsm8k", "dapo", "exact_match", "f1", "format", "dcpo", "remote", "random")
 POST_PROCESSES = ("", "dcpo")
 FILTERS = ("", "reward_std", "not_all_right", "not_all_wrong", "not_all_truncated")
 OPTIMIZERS = ("adamw",)
@@ -93,6 +93,10 @@ def _check_text(config: ConfigDict) -> None:
     one_of("sampler.dtype", config.sampler.dtype, DTYPES)
     one_of("checkpoint.save_hf_dtype", config.checkpoint.save_hf_dtype, FILE_DTYPES)
     one_of("reward.type", config.reward.type, REWARDS, path=True)
+    require(
+        (config.reward.type == "remote") == bool(config.reward.url),
+        f"reward.type = {config.reward.type} and reward.url = {config.reward.url!r}: remote needs a url, and others none",
+    )
     one_of("reward.post_process", config.reward.post_process, POST_PROCESSES, path=True)
     one_of("optim.name", config.optim.name, OPTIMIZERS)
     one_of("optim.schedule", config.optim.schedule, SCHEDULES)
@@ -125,7 +129,7 @@ AT_LEAST = {  # knob -> smallest value
     "rollout.max_version_lag": 0, "rollout.max_filter_rounds": 1,
     "sampler.slots": 0, "sampler.prefill_chunk": 1, "sampler.steps_per_dispatch": 1,
     "reward.memory_mb": 1, "reward.workers": 0,
-    "reward.overlong_buffer_len": 0, "reward.overlong_penalty": 0,
+    "reward.overlong_buffer_len": 0, "reward.overlong_penalty": 0, "reward.repetition_penalty": 0,
     "algo.loss_length": 0, "algo.kl_coef": 0, "algo.kl_loss_coef": 0, "algo.entropy_coef": 0, "algo.gamma": 0,
     "algo.lambd": 0, "algo.value_clip": 0, "algo.num_critic_only_steps": 0, "algo.ref_update_interval": 0,
     "algo.is_low": 0, "algo.opsm_delta": 0, "algo.opd_kl_coef": 0, "algo.dcpo_calibration_weight": 0,

@@ -15,7 +15,7 @@ from rljax import advantages as formulas
 from rljax import algorithms, packing, sharding
 from rljax.algorithms import Scores
 from rljax.critic import Critic
-from rljax.metrics import masked_mean
+from rljax.metrics import masked_mean, repeats
 from rljax.sample import TRUNCATED, Sample
 from rljax.trainer import Scorer, Trainer
 from rljax.types import PackedBatch, Params
@@ -50,7 +50,7 @@ def overlong_penalty(length: int, max_response_len: int, buffer_len: int, penalt
 
 
 def shape_rewards(samples: Sequence[Sample], config: ConfigDict) -> None:
-    """Add the overlong penalty to each scored sample's reward, and take truncated samples out of the loss
+    """Add the penalties of length and repetition to each scored sample's reward, and take truncated samples out of the loss
     (`algo.mask_truncated`), while they stay in their group."""
     limit, reward = config.rollout.max_response_len, config.reward
     for sample in samples:
@@ -60,6 +60,9 @@ def shape_rewards(samples: Sequence[Sample], config: ConfigDict) -> None:
                 size, limit, reward.overlong_buffer_len, reward.overlong_penalty
             )
             sample.reward += sample.rewards["overlong"]
+        if reward.repetition_penalty and sample.reward is not None:
+            sample.rewards["repetition"] = -reward.repetition_penalty * repeats(sample.response_tokens)
+            sample.reward += sample.rewards["repetition"]
         if config.algo.mask_truncated and sample.status == TRUNCATED:
             sample.loss_mask = [0] * len(sample.response_tokens)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rljax.data import PromptSource
-from rljax.rewards.pool import RewardResult
+from rljax.rewards.pool import RewardPool
 from rljax.sample import ABORTED, COMPLETED, FAILED, PENDING, TRUNCATED, Sample
 
 VERDICT_LAG = 2  # dispatches: hides rewards that take no longer than these
@@ -90,7 +90,8 @@ class Gathering:
         self.open: dict[int, Group] = {}
         self.missing: dict[int, int] = {}  # samples of an open group that have not ended
         self.due: dict[int, int] = {}  # group -> clock of its verdict
-        self.futures: dict[int, concurrent.futures.Future[RewardResult]] = {}  # by uid
+        # By group: samples and what gives their rewards, one result or a list of them.
+        self.scoring: dict[int, list[tuple[Group, concurrent.futures.Future[Any]]]] = {}
         self.kept: list[Group] = []
         self.drops: collections.Counter[str] = collections.Counter()
 
@@ -114,12 +115,18 @@ class Gathering:
             waiting += undone
         return waiting
 
-    def ended(self, sample: Sample, future: concurrent.futures.Future[RewardResult]) -> None:
-        """`sample` was drawn to its end in the dispatch just counted, and is being scored."""
-        self.futures[sample.uid] = future
+    def ended(self, sample: Sample, pool: RewardPool, together: bool = False) -> None:
+        """`sample` was drawn to its end in the dispatch just counted: score it, or (`together`) its group once all of
+        it has ended."""
         self.missing[sample.group] -= 1
-        if not self.missing[sample.group]:
+        whole = not self.missing[sample.group]
+        if whole:
             self.due[sample.group] = self.clock + VERDICT_LAG
+        if not together:
+            self.scoring.setdefault(sample.group, []).append(([sample], pool.submit(sample)))
+        elif whole:
+            group = self.open[sample.group]
+            self.scoring[sample.group] = [(group, pool.submit_group(group))]
 
     def tick(self) -> None:
         """Count one dispatch, and judge the groups that are due, in order of their number."""
@@ -131,24 +138,25 @@ class Gathering:
             group = self.open.pop(number)
             reason = ""
             if self.verdict:
-                self.settle(group)
+                self.settle(number)
                 reason = self.verdict(group)
             if reason:
                 self.drops[reason] += 1
             else:
                 self.kept.append(group)
 
-    def settle(self, samples: Sequence[Sample]) -> None:
-        """Wait for the rewards of those of `samples` that are being scored."""
-        for sample in samples:
-            if (future := self.futures.pop(sample.uid, None)) is not None:
-                result = future.result()
+    def settle(self, number: int) -> None:
+        """Wait for the rewards of those samples of a group that are being scored."""
+        for samples, future in self.scoring.pop(number, ()):
+            found = future.result()
+            for sample, result in zip(samples, found if isinstance(found, list) else [found], strict=True):
                 sample.reward, sample.rewards = result.reward, dict(result.parts)
 
     def close(self) -> Gathered:
         """Settle what ended but was not kept, and hand everything over."""
         left = [self.open[number] for number in sorted(self.open)]
-        self.settle([sample for group in [*self.kept, *left] for sample in group])
+        for number in list(self.scoring):
+            self.settle(number)
         return Gathered(self.kept, left, dict(self.drops), self.taken)
 
 

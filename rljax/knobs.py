@@ -61,12 +61,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "dtype": "auto",  # of the sampler's weights and cache: auto (as compute_dtype), bfloat16, float32
     },
     "reward": {
-        "type": "math",  # math, gsm8k, dapo, exact_match, f1, format, dcpo, or package.module:function
+        "type": "math",  # math, gsm8k, dapo, exact_match, f1, format, dcpo, remote, random, or
+        # package.module:function; a row's metadata.rm_type may name another for it
         "key": "reward",  # the part that trains, where the function returns a dict
         "timeout_s": 10.0,  # seconds for one sample
         "memory_mb": 2048,  # per worker, MiB
         "workers": 0,  # processes; 0 = auto
         "fallback": 0.0,  # score of a sample whose reward failed
+        "url": "",  # of remote
+        "group": False,  # the function gets all samples of a group at once, and returns a list
+        "repetition_penalty": 0.0,  # taken from the reward of a response that ends in a loop
         "post_process": "",  # dcpo (as the estimator dcpo has it), or package.module:function(samples, config)
         "overlong_buffer_len": 0,  # tokens before max_response_len over which the reward sinks; 0 = off
         "overlong_penalty": 1.0,  # by how much it has sunk at max_response_len

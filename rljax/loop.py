@@ -52,7 +52,8 @@ class Loop:
         self.config, self.run_dir, self.parts, self.stopping = config, run_dir, parts, stopping
         self.pool, self.trainer = pool, parts.trainer
         self.timers, self.compiles = Timers(), CompileCounter()
-        self.rollout = Rollout(parts.scheduler, parts.tokenizer, pool, self.timers, stopping, parts.post_process)
+        self.rollout = Rollout(parts.scheduler, parts.tokenizer, pool, self.timers, stopping, parts.post_process,
+                               config.reward.group)
         self.supervised = config.algo.advantage_estimator == "sft"
         self.on_policy = parts.updates_per_rollout == 1 and config.algo.old_logprobs == "trainer"
         self.experience = Experience(config, self.trainer, parts.estimator, token_weights=parts.token_weights,

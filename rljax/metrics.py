@@ -53,6 +53,16 @@ def masked_mean(values: Any, mask: Any) -> float:
     return float(kept.mean()) if kept.size else math.nan
 
 
+def repeats(tokens: Sequence[int], period: int = 32, times: int = 3) -> bool:
+    """Whether the end of `tokens` is one stretch of at most `period` tokens `times` times over, 12 tokens or more."""
+    for size in range(1, min(period, len(tokens) // times) + 1):
+        span = max(size * times, 12)
+        tail = tokens[-span:]
+        if len(tail) == span and all(tail[i] == tail[i + size] for i in range(span - size)):
+            return True
+    return False
+
+
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Chance that k of n samples, c of them right, hold a right one: 1 - prod over i = n-c+1..n of (1 - k/i).
 

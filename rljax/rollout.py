@@ -10,7 +10,7 @@ import numpy as np
 
 from rljax.algorithms import dcpo
 from rljax.gather import Gathered, Gathering
-from rljax.metrics import Timers, pass_at_k
+from rljax.metrics import Timers, pass_at_k, repeats
 from rljax.rewards.pool import RewardPool
 from rljax.sample import COMPLETED, TRUNCATED, Sample, SamplingParams
 from rljax.sampler.scheduler import Request, Scheduler
@@ -48,11 +48,13 @@ class Rollout:
 
     def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, pool: RewardPool, timers: Timers,
                  stopping: Callable[[], bool] = lambda: False,
-                 post_process: Callable[[list[Sample]], None] | None = None):
+                 post_process: Callable[[list[Sample]], None] | None = None, group_rewards: bool = False):
         """`stopping` is asked between dispatches; once it is True, `collect` raises Interrupted. `post_process` sees
-        all samples of a rollout or evaluation set once they are scored, and writes their `train_metadata`."""
+        all samples of a rollout or evaluation set once they are scored, and writes their `train_metadata`;
+        `group_rewards`: a group is scored at once."""
         self.scheduler, self.tokenizer, self.pool = scheduler, tokenizer, pool
         self.timers, self.stopping, self.post_process = timers, stopping, post_process
+        self.group_rewards = group_rewards
 
     def collect(self, params: Params, samples: Sequence[Sample], sampling: SamplingParams, version: int) -> None:
         """Fill every sample: tokens, log-probs, status, text, reward. `params` are the engine's weights.
@@ -88,7 +90,7 @@ class Rollout:
                     for request in self.scheduler.step(params):
                         sample = by_uid[request.uid]
                         self._finish(sample, request, version)
-                        gathering.ended(sample, self.pool.submit(sample))
+                        gathering.ended(sample, self.pool, self.group_rewards)
                     gathering.tick()
                     admit()
         finally:
@@ -165,13 +167,3 @@ def _group_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         values[f"passrate/pass@{k}"] = float(np.mean([pass_at_k(n, c, k) for n, c in right]))
         k *= 2
     return values
-
-
-def repeats(tokens: Sequence[int], period: int = 32, times: int = 3) -> bool:
-    """Whether the end of `tokens` is one stretch of at most `period` tokens `times` times over, 12 tokens or more."""
-    for size in range(1, min(period, len(tokens) // times) + 1):
-        span = max(size * times, 12)
-        tail = tokens[-span:]
-        if len(tail) == span and all(tail[i] == tail[i + size] for i in range(span - size)):
-            return True
-    return False

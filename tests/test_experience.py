@@ -172,6 +172,14 @@ def test_overlong_penalty():
     assert rows[5].rewards == {"overlong": -1.0}
 
 
+def test_repetition_penalty():
+    rows = samples()
+    rows[5].response_tokens, rows[5].logprobs = [3, 4] * 6, [-1.0] * 12
+    rows[5].loss_mask, rows[5].versions = [1] * 12, [0] * 12
+    make(rows, reward__repetition_penalty=0.25, algo__loss_length=0)
+    assert [row.reward for row in rows] == [1, 0, 0, 1, 1, -0.25] and rows[0].rewards == {"repetition": 0.0}
+
+
 def test_an_update_with_nothing_to_train_is_left_out(caplog):
     rows = samples()
     for row in rows[2:4]:

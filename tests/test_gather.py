@@ -6,6 +6,7 @@ import concurrent.futures
 import itertools
 import json
 import random
+import types
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,13 +33,25 @@ class Source:
         self.at = state["at"]
 
 
-def scored(reward):
-    future = concurrent.futures.Future()
-    future.set_result(RewardResult(reward, {}))
-    return future
+class Pool:
+    """Scores at once: a sample by `rewards(uid)`."""
+
+    def __init__(self, rewards):
+        self.rewards = rewards
+
+    def submit(self, sample):
+        future = concurrent.futures.Future()
+        future.set_result(RewardResult(self.rewards(sample.uid), {}))
+        return future
+
+    def submit_group(self, samples):
+        future = concurrent.futures.Future()
+        future.set_result([RewardResult(self.rewards(sample.uid), {"size": len(samples)}) for sample in samples])
+        return future
 
 
-def rollout(prompts, wanted, in_flight, limit, lengths, rewards, verdict=None, slots=4):
+def rollout(prompts, wanted, in_flight, limit, lengths, rewards, verdict=None, slots=4,
+            together=False):
     """Decode one token of each slot at a time; `lengths` and `rewards` by uid."""
     gathering, queue = Gathering(prompts.take, wanted, in_flight, limit, verdict), []
     queue += gathering.admit()
@@ -49,7 +62,7 @@ def rollout(prompts, wanted, in_flight, limit, lengths, rewards, verdict=None, s
         for sample in [s for s in queue[:slots] if len(s.response_tokens) >= lengths(s.uid)]:
             queue.remove(sample)
             sample.status = COMPLETED
-            gathering.ended(sample, scored(rewards(sample.uid)))
+            gathering.ended(sample, Pool(rewards), together)
         gathering.tick()
         queue += gathering.admit()
     return gathering.close()
@@ -73,13 +86,19 @@ def test_the_verdict_falls_a_fixed_number_of_dispatches_later():
     gathering = Gathering(Prompts(Source(), 1).take, 1, 1, 1, lambda group: "")
     (sample,) = gathering.admit()
     late = concurrent.futures.Future()
-    gathering.ended(sample, late)
+    gathering.ended(sample, types.SimpleNamespace(submit=lambda sample: late))
     for _ in range(VERDICT_LAG - 1):
         gathering.tick()  # does not wait
         assert not gathering.kept
     late.set_result(RewardResult(1.0, {"part": 2.0}))
     gathering.tick()
     assert gathering.kept == [[sample]] and sample.reward == 1.0 and sample.rewards == {"part": 2.0}
+
+
+def test_a_group_is_scored_at_once_when_all_of_it_has_ended():
+    found = rollout(Prompts(Source(), 3), 2, 2, 2, lambda uid: 1 + uid, lambda uid: float(uid), together=True)
+    assert [sample.reward for group in found.kept for sample in group] == [0, 1, 2, 3, 4, 5]
+    assert all(sample.rewards == {"size": 3} for group in found.kept for sample in group)
 
 
 def test_drops_are_replaced_and_counted_up_to_the_limit():

@@ -167,7 +167,7 @@ def test_large_samples_to_a_hung_worker_do_not_block_the_parent(pool: RewardPool
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_reward", "exact_match, format, gsm8k, math"),
+        ("no_such_reward", "exact_match, f1, format, gsm8k, math"),
         ("my_verifiers:absent", "no function 'absent', only.*kind"),
         ("broken_verifiers:f", "No module named 'no_such_package_here'"),
         ("absent_module:f", "No module named 'absent_module'"),

@@ -15,10 +15,10 @@ from shared_data import cases
 from rljax import tokenizer
 from rljax.data import PromptSource
 from rljax.evaluate import EvalSet, evaluate, named_metrics
-from rljax.metrics import Timers, masked_mean, nan_mean, pass_at_k
+from rljax.metrics import Timers, masked_mean, nan_mean, pass_at_k, repeats
 from rljax.rewards.pool import RewardResult
 from rljax.gather import make_group
-from rljax.rollout import Interrupted, Rollout, from_labels, remaining_budget, repeats, summarize
+from rljax.rollout import Interrupted, Rollout, from_labels, remaining_budget, summarize
 from rljax.sample import ABORTED, COMPLETED, PENDING, TRUNCATED, Sample, SamplingParams
 from rljax.sampler.scheduler import Scheduler
 

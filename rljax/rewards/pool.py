@@ -45,9 +45,10 @@ class RewardResult:
 
 @dataclasses.dataclass
 class _Task:
-    uid: int
+    name: str  # for messages
     frame: bytes
-    future: concurrent.futures.Future[RewardResult]
+    future: concurrent.futures.Future[Any]  # a RewardResult, or a list of them for a group
+    size: int | None  # of the group; None = one sample
 
 
 class _Worker:
@@ -63,7 +64,8 @@ class _Worker:
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                env=os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+                                  "RLJAX_REWARD_URL": pool.url},
                 start_new_session=True,  # Ctrl-C is the parent's to handle, and kill() reaches the worker's children
             )
         self.socket.setblocking(False)
@@ -128,7 +130,8 @@ class RewardPool:
 
     workers 0 = the CPU count, at most 8; timeout_s counts from when a worker begins a sample; memory_mb limits each
     worker's data (heap and anonymous maps); fallback is the score of a sample whose function raised, hung, returned
-    no finite number or killed its worker; key names the part of a dict result that trains. ValueError where no worker
+    no finite number or killed its worker; key names the part of a dict result that trains; url is that of the reward
+    `remote`. ValueError where no worker
     can start: an unknown function, an import that fails, a limit below what the imports need.
 
     Counters: `errors` (fallbacks for another reason than time), `timeouts`, `restarts` (workers replaced).
@@ -143,6 +146,7 @@ class RewardPool:
         memory_mb: int = 2048,
         fallback: float = 0.0,
         key: str = "reward",
+        url: str = "",
     ) -> None:
         for name, value in (("timeout_s", timeout_s), ("memory_mb", memory_mb)):
             if not value > 0:
@@ -150,7 +154,7 @@ class RewardPool:
         if workers < 0:
             raise ValueError(f"reward.workers is {workers}, but must be 0 (auto) or more")
         self.function, self.timeout_s, self.memory_mb, self.key = function, timeout_s, memory_mb, key
-        self.fallback = float(fallback)
+        self.fallback, self.url = float(fallback), url
         self.size = workers or min(os.cpu_count() or 1, 8)
         self.errors = self.timeouts = self.restarts = 0
         self._reasons: collections.Counter[str] = collections.Counter()  # of fallbacks; not every one is logged
@@ -174,11 +178,18 @@ class RewardPool:
             raise
 
     def submit(self, sample: Sample) -> concurrent.futures.Future[RewardResult]:
-        """Score one sample, which is copied now.
+        """Score one sample, which is copied now; `metadata["rm_type"]` may name another reward for it.
 
         The future, which cannot be cancelled, gets a result or, if the pool is closed first, RuntimeError.
         """
-        task = _Task(sample.uid, protocol.frame(sample), concurrent.futures.Future())
+        return self._submit(f"sample {sample.uid}", sample, None)
+
+    def submit_group(self, samples: list[Sample]) -> concurrent.futures.Future[list[RewardResult]]:
+        """Score a group at once: the function gets the list, and returns one result for each."""
+        return self._submit(f"group {samples[0].group}", samples, len(samples))
+
+    def _submit(self, name: str, content: Any, size: int | None) -> concurrent.futures.Future[Any]:
+        task = _Task(name, protocol.frame(content), concurrent.futures.Future(), size)
         task.future.set_running_or_notify_cancel()
         with self._lock:
             if self._closing:
@@ -236,7 +247,7 @@ class RewardPool:
             one.kill()
             self._waiting.extend(one.tasks)
         for task in self._waiting:
-            task.future.set_exception(RuntimeError(f"the reward pool closed before sample {task.uid} was scored"))
+            task.future.set_exception(RuntimeError(f"the reward pool closed before {task.name} was scored"))
         if not self._started.done():
             self._started.set_exception(RuntimeError("the reward pool's thread ended before a worker was started"))
         self._selector.close()
@@ -311,7 +322,8 @@ class RewardPool:
         task = one.tasks.popleft()
         one.last_s, one.began = now - one.began, now
         if kind == protocol.SCORED:
-            task.future.set_result(RewardResult(*content))
+            found = content[0]
+            task.future.set_result(RewardResult(*found) if task.size is None else [RewardResult(*one) for one in found])
             return False
         self.errors += 1
         self._fall_back(task, content[0])
@@ -338,8 +350,9 @@ class RewardPool:
         count = self._reasons[reason]
         if count <= 3 or count in (10, 100) or count % 1000 == 0:
             often = f" (the {count}th time)" if count > 3 else ""
-            log.warning("reward of sample %d: %s; it gets the fallback %g%s", task.uid, reason, self.fallback, often)
-        task.future.set_result(RewardResult(self.fallback, {}, reason))
+            log.warning("reward of %s: %s; it gets the fallback %g%s", task.name, reason, self.fallback, often)
+        result = RewardResult(self.fallback, {}, reason)
+        task.future.set_result(result if task.size is None else [result] * task.size)
 
     def _remove(self, one: _Worker) -> int:
         """Kill a worker, whose exit status is returned; the samples that it had not begun go back to the front."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import gc
 import inspect
 import math
@@ -91,16 +92,32 @@ def _serve(connection: socket.socket, function: Callable[..., Any], key: str) ->
 
 def _score(function: Callable[..., Any], body: bytes, key: str, runner: asyncio.Runner) -> tuple[Any, ...]:
     try:
-        result = function(pickle.loads(body))
-        if inspect.isawaitable(result):
-            result = runner.run(_awaited(result))
-        return (SCORED, *normalize(result, key))
+        samples = pickle.loads(body)
+        if isinstance(samples, list):
+            results = _call(function, samples, runner)
+            if not isinstance(results, (list, tuple)) or len(results) != len(samples):
+                raise ValueError(f"a group of {len(samples)} samples needs a list of as many rewards")
+            return SCORED, [normalize(result, key) for result in results]
+        if kind := samples.metadata.get("rm_type"):
+            function = _by_type(kind)
+        return SCORED, normalize(_call(function, samples, runner), key)
     except MemoryError as error:
         error.__traceback__ = None  # its frames hold what filled the memory, and the reply needs some
         gc.collect()
         return SPOILED, f"MemoryError {error}".strip()
     except BaseException as error:  # the boundary to the user's function: sys.exit() costs one sample too
         return FAILED, _describe(error)
+
+
+def _call(function: Callable[..., Any], given: Any, runner: asyncio.Runner) -> Any:
+    result = function(given)
+    return runner.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+@functools.cache
+def _by_type(kind: Any) -> Callable[..., Any]:
+    """The reward that a row's own `metadata.rm_type` names."""
+    return rewards.find(str(kind))
 
 
 async def _awaited(result: Any) -> Any:
