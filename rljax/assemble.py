@@ -22,7 +22,7 @@ from rljax import config as configs
 from rljax.config_rules import max_prompt_len, row_buckets
 from rljax.critic import Critic
 from rljax.data import PromptSource
-from rljax.evaluate import EvalSet
+from rljax.evaluation import EvalSet
 from rljax.experience import TokenWeights
 from rljax.models import ModelConfig
 from rljax.optimizer import OptimizerConfig
@@ -37,6 +37,7 @@ from rljax.types import Params, TrainState
 log = logging.getLogger(__name__)
 MOST_SLOTS = 512
 POST_PROCESSES = ("dcpo",)
+DATA_KEYS = ("input_key", "label_key", "metadata_key", "prompt_suffix")  # that an evaluation set may have of its own
 CACHE_SHARE = 0.25  # of a device's memory, for the sampler's cache
 PEAKS = {  # part of a device kind -> bfloat16 operations per second, dense, by the makers; the first that fits counts
     "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
@@ -208,8 +209,13 @@ def prompt_source(config: ConfigDict, tok: tokenizer.Tokenizer, path: str, *, sh
 
 
 def eval_set(config: ConfigDict, tok: tokenizer.Tokenizer, entry: str) -> EvalSet:
-    """One entry `name=path` of eval.data; knobs of -1 are the rollout's."""
+    """One entry `name=path` of eval.data, with its eval.overrides; knobs of -1 are the rollout's."""
     name, _, path = entry.partition("=")
+    config = ConfigDict(config)
+    own = json.loads(config.eval.overrides).get(name, {})
+    for key, value in own.items():
+        if key != "reward":
+            config["data" if key in DATA_KEYS else "eval"][key] = value
     chosen = ConfigDict(config.rollout)
     for key in ("temperature", "top_p", "top_k"):
         if config.eval[key] >= 0:
@@ -219,8 +225,8 @@ def eval_set(config: ConfigDict, tok: tokenizer.Tokenizer, entry: str) -> EvalSe
         source = prompt_source(config, tok, path, shuffle=False)
     except ValueError as error:
         raise ValueError(f"eval.data {entry!r}: {error}. Evaluation sets are read with the data knobs: set eval.data "
-                         f"to name=path of your own, or eval.interval=0") from error
-    return EvalSet(name, source, config.eval.n_samples, sampling_params(config, chosen, length))
+                         f"to name=path of your own, eval.overrides for another key, or eval.interval=0") from error
+    return EvalSet(name, source, config.eval.n_samples, sampling_params(config, chosen, length), own.get("reward", ""))
 
 
 def sampling_params(config: ConfigDict, knobs: ConfigDict, length: int) -> SamplingParams:

@@ -95,7 +95,7 @@ def _check_text(config: ConfigDict) -> None:
     one_of("reward.type", config.reward.type, REWARDS, path=True)
     require(
         (config.reward.type == "remote") == bool(config.reward.url),
-        f"reward.type = {config.reward.type} and reward.url = {config.reward.url!r}: remote needs a url, and others none",
+        f"reward.type = {config.reward.type} and reward.url = {config.reward.url!r}: remote needs a url, others none",
     )
     one_of("reward.post_process", config.reward.post_process, POST_PROCESSES, path=True)
     one_of("optim.name", config.optim.name, OPTIMIZERS)
@@ -255,6 +255,7 @@ def _check_eval(config: ConfigDict) -> None:
     require(
         evaluate.interval == 0 or bool(names), f"eval.interval = {evaluate.interval}, but eval.data names 0 sets"
     )
+    _check_overrides(evaluate, names)
     for key, low, high in (("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0)):
         value = evaluate[key]
         bounds = "must be -1 (the rollout's), or " + ("at least 0" if high == math.inf else "above 0 and at most 1")
@@ -270,6 +271,30 @@ def _check_eval(config: ConfigDict) -> None:
         f"sampler.length_buckets ends at {cache}, but must hold {prompt} (longest prompt) + {length} "
         f"(eval.max_response_len) = {prompt + length} tokens",
     )
+
+
+OVERRIDES = {  # key of eval.overrides -> type, smallest value
+    "n_samples": (int, 1), "temperature": (float, -1), "top_p": (float, -1), "top_k": (int, -1),
+    "max_response_len": (int, -1), "input_key": (str, None), "label_key": (str, None), "metadata_key": (str, None),
+    "prompt_suffix": (str, None), "reward": (str, None),
+}  # fmt: skip
+
+
+def _check_overrides(evaluate: ConfigDict, names: list[str]) -> None:
+    """eval.overrides: an object of objects, for sets that exist, with keys and types that are known."""
+    for name, own in _json_object("eval.overrides", evaluate.overrides).items():
+        there = ", ".join(names) or "none"
+        require(name in names, f"eval.overrides: {name!r} is no set of eval.data, which has {there}")
+        require(isinstance(own, dict), f"eval.overrides: {name!r} must be an object, not {own!r}")
+        for key, value in own.items():
+            require(key in OVERRIDES, f"eval.overrides: {name}.{key} is unknown; there are {', '.join(OVERRIDES)}")
+            kind, least = OVERRIDES[key]
+            fits = type(value) is kind or (kind is float and type(value) is int)
+            require(fits, f"eval.overrides: {name}.{key} = {value!r}: expected {kind.__name__}")
+            high_enough = least is None or value >= least
+            require(high_enough, f"eval.overrides: {name}.{key} = {value}: must be at least {least}")
+        if "reward" in own:
+            one_of(f"eval.overrides: {name}.reward", own["reward"], REWARDS, path=True)
 
 
 def _check_log(config: ConfigDict) -> None:

@@ -1,56 +1,67 @@
-"""Named evaluation sets through the same slots and reward pool as training."""
+"""Evaluation alone, from the command line:
+
+    python -m rljax.evaluate --config grpo_qwen.py --checkpoint runs/mine [--out FOLDER] [--config.SECTION.KEY=VALUE]
+
+evaluates the sets of eval.data under the newest checkpoint of a run (or one checkpoint's folder; without --checkpoint
+the weights of model.path), prints the metrics as JSON, and with --out writes them and every sample there.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import logging
+import pathlib
+import sys
 
-from rljax.data import PromptSource
-from rljax.gather import make_group
-from rljax.rollout import Rollout, summarize
-from rljax.sample import Sample, SamplingParams
-from rljax.types import Params
+import jax
+from ml_collections import ConfigDict
 
-UID_BASE = 1 << 31  # training counts up from 0, so that evaluation draws with keys of its own
-
-
-@dataclasses.dataclass
-class EvalSet:
-    """One set: its prompts in file order, samples of each, and how they are drawn."""
-
-    name: str
-    source: PromptSource
-    n_samples: int
-    sampling: SamplingParams
-
-    def samples(self) -> list[Sample]:
-        """Fresh samples of every prompt, with the same uids in every evaluation."""
-        self.source.restore({**self.source.state(), "epoch": 0, "index": 0})
-        samples = []
-        for group, prompt in enumerate(self.source.take(self.source.num_rows)):
-            samples.extend(make_group(prompt, group, self.n_samples))
-        for sample in samples:
-            sample.uid += UID_BASE
-        return samples
+from rljax import assemble, checkpoint, evaluation
+from rljax import config as configs
+from rljax.metrics import Timers
+from rljax.rollout import Rollout
 
 
-def evaluate(rollout: Rollout, params: Params, sets: list[EvalSet], version: int) -> dict[str, float]:
-    """`eval/` metrics of all sets: mean reward, truncation, pass@k, and every sample-level metric of a rollout."""
-    metrics: dict[str, float] = {}
-    for one in sets:
-        samples = one.samples()
-        rollout.collect(params, samples, one.sampling, version)
-        metrics |= named_metrics(one.name, summarize(samples))
-    return metrics
+def main(argv: list[str]) -> int:
+    """Evaluate as the arguments say; the exit status, 2 for bad input."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        name, overrides, rest = configs.parse(argv)
+        options = dict(zip(rest[::2], rest[1::2], strict=False))
+        if len(rest) % 2 or not options.keys() <= {"--checkpoint", "--out"}:
+            raise ValueError(f"unknown arguments {' '.join(rest)}; there are --config NAME, --checkpoint PATH, --out "
+                             f"FOLDER and --config.SECTION.KEY=VALUE")
+        config = configs.load(name, overrides)
+        config.eval.interval = config.eval.interval or 1
+        values = _evaluate_alone(config, options.get("--checkpoint", ""), options.get("--out", ""))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(values, indent=1))
+    return 0
 
 
-def named_metrics(name: str, values: dict[str, float]) -> dict[str, float]:
-    """A set's metrics under the names of `eval/`; no mean reward where no sample was scored."""
-    metrics = {}
-    for key, short in (("raw_reward", ""), ("truncated_ratio", "-truncated_ratio")):
-        if key in values:
-            metrics[f"eval/{name}{short}"] = values[key]
-    for key, value in values.items():
-        if key.startswith("passrate/"):
-            metrics[f"eval/{name}-{key.removeprefix('passrate/')}"] = value
-        metrics[f"eval/{name}/{key}"] = value
-    return metrics
+def _evaluate_alone(config: ConfigDict, path: str, out: str) -> dict[str, float]:
+    """The metrics of all sets under the weights that `path` says."""
+    folder = checkpoint.newest(pathlib.Path(path).expanduser()) if path else None
+    if path and folder is None:
+        raise ValueError(f"--checkpoint {path}: there is no whole checkpoint in it")
+    with assemble.reward_pool(config) as pool:
+        configs.validate(config, jax.device_count())
+        parts = assemble.build(config)
+        if folder is None:
+            params, step = assemble.initial_params(config, parts.trainer), 0
+        else:
+            tree, host = checkpoint.restore(folder, *assemble.checkpoint_trees(config, parts))
+            params, step = tree["policy"].params, host["rollouts"]
+        rollout = Rollout(parts.scheduler, parts.tokenizer, pool, Timers(), post_process=parts.post_process,
+                          group_rewards=config.reward.group)
+        place = pathlib.Path(out).expanduser() if out else None
+        values = evaluation.evaluate(rollout, parts.engine.weights(params), parts.eval_sets, step, place)
+    if place is not None:
+        (place / f"metrics-{step:06d}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    return values
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -50,8 +50,8 @@ def overlong_penalty(length: int, max_response_len: int, buffer_len: int, penalt
 
 
 def shape_rewards(samples: Sequence[Sample], config: ConfigDict) -> None:
-    """Add the penalties of length and repetition to each scored sample's reward, and take truncated samples out of the loss
-    (`algo.mask_truncated`), while they stay in their group."""
+    """Add the penalties of length and repetition to each scored sample's reward, and take truncated samples out of
+    the loss (`algo.mask_truncated`), while they stay in their group."""
     limit, reward = config.rollout.max_response_len, config.reward
     for sample in samples:
         if reward.overlong_buffer_len and sample.reward is not None:

@@ -39,7 +39,7 @@ class Harvest:
         """Samples of rollout `number` (from 0), drawn by the sampler's weights `params`, and `rollout/` metrics."""
         debug = self.config.debug
         if debug.load_rollouts:
-            samples, values = load(pathlib.Path(debug.load_rollouts), number), {}
+            samples, values = load(_file(pathlib.Path(debug.load_rollouts), number)), {}
         elif self.supervised:
             samples = [one for group in self.prompts.take(self.config.rollout.batch_size) for one in group]
             from_labels(samples, self.rollout.tokenizer)
@@ -51,7 +51,7 @@ class Harvest:
             if samples and self.rollout.post_process is not None:
                 self.rollout.post_process(samples)
         if debug.save_rollouts:
-            save(pathlib.Path(debug.save_rollouts), number, samples)
+            save(_file(pathlib.Path(debug.save_rollouts), number), samples)
         return samples, {f"rollout/{name}": float(value) for name, value in values.items()}
 
     def _draw(self, params: Params, number: int) -> tuple[list[Group], dict[str, float]]:
@@ -112,18 +112,16 @@ def _file(folder: pathlib.Path, number: int) -> pathlib.Path:
     return folder.expanduser() / FILES.format(f"{number:06d}")
 
 
-def save(folder: pathlib.Path, number: int, samples: Sequence[Sample]) -> None:
-    """One JSON object a line with every field of a sample, all of rollout `number`."""
-    file = _file(folder, number)
+def save(file: pathlib.Path, samples: Sequence[Sample]) -> None:
+    """One JSON object a line with every field of a sample."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(sample.to_json(), ensure_ascii=False) + "\n" for sample in samples]
     file.write_text("".join(lines), encoding="utf-8")
 
 
-def load(folder: pathlib.Path, number: int) -> list[Sample]:
+def load(file: pathlib.Path) -> list[Sample]:
     """The samples that `save` wrote, equal in every field; OSError where the file cannot be read, ValueError naming
     file and line for what is no sample."""
-    file = _file(folder, number)
     samples = []
     for place, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:

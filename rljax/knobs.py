@@ -145,6 +145,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "top_k": -1,  # 0 = off; -1 = the rollout's
         "max_response_len": -1,  # tokens; -1 = the rollout's
         "before_train": True,  # also before the first rollout
+        # JSON object: by set, its own n_samples, temperature, top_p, top_k, max_response_len, the data keys input_key,
+        # label_key, metadata_key, prompt_suffix, and reward (a value of reward.type)
+        "overrides": "{}",
     },
     "checkpoint": {
         "dir": "",  # "" = checkpoints in the run's directory

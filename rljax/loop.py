@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rljax import assemble, checkpoint, critic, evaluate, hub, models
+from rljax import assemble, checkpoint, critic, evaluation, hub, models
 from rljax.checkpoint import Checkpoints
 from rljax.experience import Experience, Update, Weights
 from rljax.gather import Prompts
@@ -229,7 +229,8 @@ class Loop:
         if not self.parts.eval_sets or self.progress.evaluated == done or self.config.debug.train_only:
             return
         weights = self.parts.engine.weights(self.state.params) if self.weights is None else self.weights
-        values = evaluate.evaluate(self.rollout, weights, self.parts.eval_sets, done)
+        values = evaluation.evaluate(self.rollout, weights, self.parts.eval_sets, done,
+                                   self.run_dir / "eval")
         self.record.log("eval", done, values)
         self.progress.evaluated = done
         self.parts.scheduler.take_counts()

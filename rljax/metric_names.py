@@ -65,6 +65,10 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (meaning, healthy range)
     "eval/{name}": ("mean reward on this set", "rises over the run"),
     "eval/{name}-truncated_ratio": ("share of responses cut at the limit on this set", "below 0.1"),
     "eval/{name}-pass@{k}": ("chance that at least one of k samples of a prompt is right", "rises over the run"),
+    "rollout/passrate/maj@{n}": (
+        "share of prompts whose most frequent answer of n is right (evaluation only)", "above pass@1",
+    ),
+    "eval/{name}-maj@{n}": ("share of prompts whose most frequent answer of n is right", "above pass@1"),
     "train/loss": (
         "sum of loss weight times token loss over the update",
         "near 0 and without trend: it says nothing about learning",

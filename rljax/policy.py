@@ -106,7 +106,8 @@ def policy_loss(loss: LossConfig, batch: PackedBatch, logp: jax.Array, entropy: 
         kl = losses.approx_kl(logp, batch.ref_logprobs, loss.kl_loss_type, old_logp=drawn_by)
         parts["kl_loss"] = (weight * jnp.where(mask, kl, 0.0)).sum()
         total += loss.kl_loss_coef * parts["kl_loss"]
-    return total, {**parts, "loss": total, **jax.lax.stop_gradient(_observe(loss, mask, logp, batch, tokenwise, missing))}
+    observed = jax.lax.stop_gradient(_observe(loss, mask, logp, batch, tokenwise, missing))
+    return total, {**parts, "loss": total, **observed}
 
 
 def _observe(loss: LossConfig, mask: jax.Array, logp: jax.Array, batch: PackedBatch, tokenwise: Sums,

@@ -112,15 +112,14 @@ def test_too_few_that_pass_are_trained_and_said(run, caplog):
 def test_files_that_are_none(run, folder):
     with pytest.raises(ValueError, match="debug.load_rollouts = 'nowhere': holds no rollout"):
         run("bad", "debug.load_rollouts=nowhere", "debug.train_only=true")
-    (folder / "broken").mkdir()
-    harvest.save(folder / "broken", 3, [Sample(uid=1, group=0, prompt="é\u2028")])
-    assert harvest.load(folder / "broken", 3) == [Sample(uid=1, group=0, prompt="é\u2028")]
     file = folder / "broken" / "rollout-000003.jsonl"
+    harvest.save(file, [Sample(uid=1, group=0, prompt="é\u2028")])
+    assert harvest.load(file) == [Sample(uid=1, group=0, prompt="é\u2028")]
     for line, named in (("{", "line 2"), ('{"uid": 1, "colour": 2}', "colour"), ("[]", "expected an object"),
                         ('{"uid": 1, "group": 0, "response_tokens": [1]}', "logprobs has 0 entries")):
         file.write_text(file.read_text(encoding="utf-8").split("\n")[0] + f"\n{line}\n", encoding="utf-8")
         with pytest.raises(ValueError, match=named) as error:
-            harvest.load(folder / "broken", 3)
+            harvest.load(file)
         assert str(file) in str(error.value)
     with pytest.raises(FileNotFoundError):
-        harvest.load(folder / "broken", 4)
+        harvest.load(folder / "broken" / "rollout-000004.jsonl")

@@ -14,7 +14,7 @@ from shared_data import cases
 
 from rljax import tokenizer
 from rljax.data import PromptSource
-from rljax.evaluate import EvalSet, evaluate, named_metrics
+from rljax.evaluation import EvalSet, evaluate, named_metrics
 from rljax.metrics import Timers, masked_mean, nan_mean, pass_at_k, repeats
 from rljax.rewards.pool import RewardResult
 from rljax.gather import make_group

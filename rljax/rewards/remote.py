@@ -2,8 +2,8 @@
 
 Sent: {"prompt", "response", "label", "metadata"}. Taken: a number, or an object whose numbers become the parts, one of
 them `reward` (or `score`). The address is the knob `reward.url`, handed to the workers in RLJAX_REWARD_URL. Refused
-connections, timeouts and answers of 429 and 5xx are tried again, 4 times in all with pauses of 0.2, 0.4 and 0.8 s, within
-the sample's `reward.timeout_s`; what then fails raises, and the sample gets the fallback.
+connections, timeouts and answers of 429 and 5xx are tried again, 4 times in all with pauses of 0.2, 0.4 and 0.8 s,
+within the sample's `reward.timeout_s`; what then fails raises, and the sample gets the fallback.
 """
 
 from __future__ import annotations
