@@ -21,7 +21,7 @@ from rljax import algorithms, checkpoint, checks, models, packing, plugins, shar
 from rljax import config as configs
 from rljax.config_rules import max_prompt_len, row_buckets
 from rljax.critic import Critic
-from rljax.data import PromptSource
+from rljax.data import Mixture, PromptSource, parse_mixture
 from rljax.evaluation import EvalSet
 from rljax.experience import TokenWeights
 from rljax.models import ModelConfig
@@ -56,7 +56,7 @@ class Parts:
     teacher: Scorer | None
     engine: Engine
     scheduler: Scheduler
-    source: PromptSource
+    source: PromptSource | Mixture
     eval_sets: list[EvalSet]
     sampling: SamplingParams
     estimator: algorithms.Estimator
@@ -198,9 +198,12 @@ def compute_dtype(name: str) -> Any:
 
 
 def prompt_source(config: ConfigDict, tok: tokenizer.Tokenizer, path: str, *, shuffle: bool,
-                  conversations: bool = False) -> PromptSource:
-    """Stage 1's source of `path` under the `data` knobs."""
-    data = config.data
+                  conversations: bool = False) -> PromptSource | Mixture:
+    """Stage 1's source of `path`, a mixture where it names several, under the `data` knobs."""
+    data, parts = config.data, parse_mixture(path)
+    if len(parts) > 1:
+        sources = [prompt_source(config, tok, one, shuffle=shuffle, conversations=conversations) for _, one in parts]
+        return Mixture(sources, [weight for weight, _ in parts])
     return PromptSource(
         path, tok, max_prompt_len=max_prompt_len(config), input_key=data.input_key, label_key=data.label_key,
         metadata_key=data.metadata_key, tool_key=data.tool_key, shuffle=shuffle, seed=data.seed,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from ml_collections import ConfigDict
 
 from rljax import models, tokenizer
-from rljax.data import PromptSource
+from rljax.data import Mixture, PromptSource
 from rljax.models import ModelConfig
 
 
-def vocabulary(config: ConfigDict, cfg: ModelConfig, sources: list[PromptSource]) -> None:
+def vocabulary(config: ConfigDict, cfg: ModelConfig, sources: list[PromptSource | Mixture]) -> None:
     """ValueError for a prompt or a stop id with a token that the model has no row for."""
     for source in sources:
         if source.largest_id >= cfg.vocab_size:
@@ -21,12 +22,12 @@ def vocabulary(config: ConfigDict, cfg: ModelConfig, sources: list[PromptSource]
         raise ValueError(f"rollout.stop_token_ids holds {beyond[0]}, but the model has vocab_size {cfg.vocab_size}")
 
 
-def labels(config: ConfigDict, tok: tokenizer.Tokenizer, source: PromptSource, vocab_size: int) -> None:
+def labels(config: ConfigDict, tok: tokenizer.Tokenizer, source: PromptSource | Mixture, vocab_size: int) -> None:
     """ValueError for a row whose label cannot be a supervised response: no text, longer than max_response_len, or
     with a token that the model has no row for."""
-    place = source.state()
     limit = config.rollout.max_response_len
-    for sample in source.take(source.num_rows):
+    places = [one.state() for one in source.sources]
+    for sample in itertools.chain.from_iterable(one.take(one.num_rows) for one in source.sources):
         if (size := len(sample.response_tokens)) > limit:
             raise ValueError(f"{config.data.prompt_data}: a conversation has {size} tokens from its first answer on, "
                              f"above rollout.max_response_len {limit}; it begins {sample.prompt[0]!r}")
@@ -45,7 +46,8 @@ def labels(config: ConfigDict, tok: tokenizer.Tokenizer, source: PromptSource, v
         if (length := len(ids)) > limit:
             raise ValueError(f"{config.data.prompt_data}: the label of the prompt {sample.prompt!r} has {length} "
                              f"tokens with its end token, above rollout.max_response_len {limit}")
-    source.restore(place)
+    for one, place in zip(source.sources, places, strict=True):
+        one.restore(place)
 
 
 def reference(config: ConfigDict, cfg: ModelConfig) -> None:

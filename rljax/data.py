@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import grain
@@ -47,6 +49,7 @@ class PromptSource:
         if max_prompt_len < 1:
             raise ValueError(f"max_prompt_len {max_prompt_len} is below 1: no prompt fits")
         self.prompt_data, self.shuffle, self.seed = prompt_data, shuffle, seed
+        self.sources = [self]  # as of a mixture
         keys = records.Keys(input_key, label_key, metadata_key, tool_key, prompt_suffix)
         found, self.fingerprint = records.read(prompt_data, keys)
         rows = [keys.row(place, record) for place, record in found]
@@ -114,6 +117,64 @@ class PromptSource:
         return Sample(prompt=copy.deepcopy(row.prompt), label=copy.deepcopy(row.label),
                       metadata=copy.deepcopy(metadata), prompt_tokens=row.tokens.tolist(),
                       response_tokens=list(row.response), loss_mask=list(row.loss_mask))
+
+
+class Mixture:
+    """Prompts of several sources in fixed shares, each in its own order: a source itself.
+
+    The next prompt is always of the source that is furthest behind its share, so that any stretch is mixed like the
+    whole, and the place is the sources' places.
+    """
+
+    def __init__(self, sources: Sequence[PromptSource], weights: Sequence[float]):
+        """`weights` are the sources' shares of the prompts, above 0 and of any sum."""
+        self.sources, self.weights = list(sources), [weight / sum(weights) for weight in weights]
+        self.prompt_data = " + ".join(source.prompt_data for source in sources)
+        self.num_rows = sum(source.num_rows for source in sources)
+        self.dropped = sum(source.dropped for source in sources)
+        self.largest_id = max(source.largest_id for source in sources)
+        self._taken = [0] * len(sources)
+
+    def take(self, n: int) -> list[Sample]:
+        """The next n prompts, one new `Sample` each."""
+        samples = []
+        for _ in range(n):
+            total = sum(self._taken) + 1
+            behind = [weight * total - taken for weight, taken in zip(self.weights, self._taken, strict=True)]
+            chosen = behind.index(max(behind))
+            self._taken[chosen] += 1
+            samples += self.sources[chosen].take(1)
+        return samples
+
+    def state(self) -> dict[str, Any]:
+        """Where the sources stand, as JSON values."""
+        return {"taken": list(self._taken), "sources": [source.state() for source in self.sources]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; ValueError where it is of another number of sources."""
+        if len(state["sources"]) != len(self.sources):
+            raise ValueError(f"the saved place is of {len(state['sources'])} sources, data.prompt_data has "
+                             f"{len(self.sources)}")
+        self._taken = list(state["taken"])
+        for source, place in zip(self.sources, state["sources"], strict=True):
+            source.restore(place)
+
+
+def parse_mixture(prompt_data: str) -> list[tuple[float, str]]:
+    """`0.7*a.jsonl + 0.3*b.jsonl` as (weight, path) pairs; a path without a weight has 1. ValueError for a weight that
+    is not above 0."""
+    parts = []
+    for part in prompt_data.split(" + "):
+        weight, star, path = part.strip().partition("*")
+        weighted = bool(star) and re.fullmatch(r"[\d.]+(e-?\d+)?", weight) is not None
+        try:
+            share = float(weight) if weighted else 1.0
+        except ValueError:
+            share = 0.0
+        if not share > 0 or (weighted and not path):
+            raise ValueError(f"data.prompt_data: {part.strip()!r} is not of the form weight*path with a weight above 0")
+        parts.append((share, path.strip() if weighted else part.strip()))
+    return parts
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> grain.MapDataset:

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rljax.data import PromptSource
+from rljax.data import Mixture, PromptSource
 from rljax.rewards.pool import RewardPool
 from rljax.sample import ABORTED, COMPLETED, FAILED, PENDING, TRUNCATED, Sample
 
@@ -38,7 +38,7 @@ def make_group(prompt: Sample, group: int, size: int) -> list[Sample]:
 class Prompts:
     """Groups of samples in the order they are to be drawn: those that were interrupted first, then new prompts."""
 
-    def __init__(self, source: PromptSource, size: int):
+    def __init__(self, source: PromptSource | Mixture, size: int):
         """`size` samples of each prompt."""
         self.source, self.size = source, size
         self.groups = 0  # prompt instances handed out

@@ -19,7 +19,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "frozen": "",  # regex on leaf names: what is not, even if trainable; "" = nothing
     },
     "data": {
-        "prompt_data": "builtin:sums/train.jsonl",  # JSONL, Parquet, path@[a:b], hub id, or builtin:FILE
+        "prompt_data": "builtin:sums/train.jsonl",  # JSONL, Parquet, path@[a:b], hub id, builtin:FILE, or a mixture:
+        # 0.7*a.jsonl + 0.3*b.jsonl
         "input_key": "prompt",  # column of the prompt: text or chat messages
         "label_key": "label",  # column of the label; "" = none: with sft the prompts are then whole conversations
         "metadata_key": "metadata",  # column of the metadata object

@@ -513,3 +513,43 @@ def test_impossible_states(rows100, text, change, message):
     state = {key: value for key, value in {**made.state(), **change}.items() if value is not None}
     with pytest.raises(ValueError, match=message):
         made.restore(state)
+
+
+# Mixtures
+
+
+def mixture(text, tmp_path, weights=(3.0, 1.0), rows=(4, 6)):
+    sources = []
+    for name, count in zip("ab", rows):
+        file = tmp_path / f"{name}.jsonl"
+        lines = [json.dumps({"prompt": str(n), "label": name}) for n in range(count)]
+        file.write_text("\n".join(lines), encoding="utf-8")
+        sources.append(data.PromptSource(str(file), text, max_prompt_len=8))
+    return data.Mixture(sources, weights)
+
+
+def test_a_mixture_keeps_its_shares_in_every_stretch_and_its_place(text, tmp_path):
+    one, other = mixture(text, tmp_path), mixture(text, tmp_path)
+    drawn = one.take(40)
+    labels = [sample.label for sample in drawn]
+    for start in range(0, 40, 4):
+        assert labels[start : start + 4].count("a") == 3
+    assert {sample.prompt for sample in drawn if sample.label == "a"} == {"0", "1", "2", "3"}
+    other.take(7)
+    place = json.loads(json.dumps(other.state()))
+    expected = [(s.label, s.prompt) for s in other.take(9)]
+    again = mixture(text, tmp_path)
+    again.restore(place)
+    assert [(s.label, s.prompt) for s in again.take(9)] == expected
+    assert one.num_rows == 10 and one.largest_id > 0
+    with pytest.raises(ValueError, match="of 2 sources, data.prompt_data has 1"):
+        data.Mixture(one.sources[:1], [1.0]).restore(place)
+
+
+def test_how_a_mixture_is_written():
+    assert data.parse_mixture("a.jsonl") == [(1.0, "a.jsonl")]
+    assert data.parse_mixture("0.7*a.jsonl@[:3] + b/*.parquet") == [(0.7, "a.jsonl@[:3]"), (1.0, "b/*.parquet")]
+    assert data.parse_mixture("dir/x*y.jsonl") == [(1.0, "dir/x*y.jsonl")]
+    for bad in ("0*a.jsonl", "1*", "1.2.3*a + b"):
+        with pytest.raises(ValueError, match="weight above 0"):
+            data.parse_mixture(bad)
