@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import resource
+import signal
+import threading
 
 import jax
 import pytest
@@ -13,8 +18,17 @@ from rljax import config as configs
 from rljax.sample import Sample
 
 VARIED = """
+import time
+
 def odd(group):
     return sum(len(s.response_tokens) for s in group) % 3 > 0
+
+def faulty(sample):
+    if sample.uid % 61 == 3:
+        time.sleep(60)
+    if sample.uid % 7 == 1:
+        raise KeyError(sample.uid)
+    return None if sample.uid % 11 == 2 else (sum(sample.response_tokens) % 5) / 4
 
 def even(group):
     return len(group[0].response_tokens) % 2 == 0
@@ -99,6 +113,46 @@ def test_a_saved_rollout_gives_the_same_update(run, folder):
     one, other = (folder / name / "rollout-000000.jsonl" for name in ("saved", "drawn-only"))
     tokens = [[json.loads(line)["response_tokens"] for line in file.read_text().splitlines()] for file in (one, other)]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.slow
+def test_faults_over_two_hundred_rollouts(run, folder, monkeypatch):
+    """Workers are killed, rewards hang, raise and return nothing, groups are interrupted: every prompt is accounted
+    for exactly once, nothing leaks, and the run equals its own replay."""
+    draw, kills, marks = random.Random(5), [0], []
+    loop_start = harvest.Harvest.next
+
+    def beset(self, params, number):
+        workers = [one for one in self.rollout.pool._workers if one.ready]
+        if workers and draw.random() < 0.3:
+            os.kill(draw.choice(workers).process.pid, signal.SIGKILL)
+            kills[0] += 1
+        found = loop_start(self, params, number)
+        scheduler = self.rollout.scheduler
+        assert not scheduler.busy and not any(scheduler.slots)
+        marks.append((len(os.listdir("/proc/self/fd")), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+                      threading.active_count(), len(self.rollout.pool._workers)))
+        return found
+
+    monkeypatch.setattr(harvest.Harvest, "next", beset)
+    knobs = (*PARTIAL, "rollout.num_rollouts=200", "checkpoint.save_interval=0", "log.samples=0", "reward.workers=2",
+             "log.interval=1000")
+    first, made = run("beset", *knobs, "debug.save_rollouts=beset-saved", "reward.type=choosers:faulty",
+                      "reward.timeout_s=0.3")
+    monkeypatch.setattr(harvest.Harvest, "next", loop_start)
+    uids = [json.loads(line)["uid"] for file in sorted((folder / "beset-saved").iterdir())
+            for line in file.read_text().splitlines()]
+    waiting = [sample.uid for group in made.prompts.waiting for sample in group]
+    drops = sum(row.get("rollout/dynamic_filter/drop_choosers:odd", 0) for row in runs.metrics(first))
+    assert len(set(uids + waiting)) == len(uids + waiting)
+    assert len(uids + waiting) + 4 * drops == 4 * made.prompts.groups
+    assert kills[0] > 30 and made.pool.errors > 50 and made.pool.timeouts > 10
+    early, late = marks[20], marks[-1]
+    assert late[0] <= early[0] + 4 and late[2] <= early[2] and late[3] <= 2
+    assert late[1] < early[1] * 1.15  # the high-water mark of memory
+    second, _ = run("beset-again", *knobs, "debug.load_rollouts=beset-saved", "debug.train_only=true")
+    trained = [[row for row in runs.metrics(one) if "train/step" in row] for one in (first, second)]
+    assert trained[0] == trained[1] and len(trained[0]) > 150
 
 
 def test_too_few_that_pass_are_trained_and_said(run, caplog):
