@@ -90,10 +90,13 @@ class Experience:
         parts = [[place[id(samples[index])] for index in part] for part in parts]
         if not kept:
             return [], {"trained_tokens": 0.0, "row_tokens": 0.0}
+        hooks = _hooks(kept)
         scores, entropies = self._score(kept, parts, weights)
         advantages, returns = self._advantages(kept, scores)
-        updates = [self._update(kept, part, scores, advantages, returns) for part in parts]
+        updates = [self._update(kept, part, scores, advantages, returns, hooks) for part in parts]
         values = self._means(kept, scores, entropies, advantages, returns)
+        mask = np.concatenate([sample.loss_mask for sample in kept])
+        values |= {f"rollout/extra/{name}": masked_mean(np.concatenate(arrays), mask) for name, arrays in hooks.items()}
         return updates, values | _row_metrics(kept, advantages, updates)
 
     def _parts(self, samples: list[Sample]) -> list[Sequence[int]]:
@@ -151,12 +154,12 @@ class Experience:
             advantages = algorithms.over_tokens(_whiten, samples, advantages)[0]
         return advantages, returns
 
-    def _update(self, samples, part, scores, advantages, returns) -> Update:
+    def _update(self, samples, part, scores, advantages, returns, hooks) -> Update:
         """The packed micro-batches of the samples `part`."""
         members = [samples[index] for index in part]
         items = []
         for index, sample, weight in zip(part, members, self._loss_weights(members), strict=True):
-            extras = _extras(sample)
+            extras = {name: arrays[index] for name, arrays in hooks.items()}
             if returns is not None:
                 extras |= {"old_values": scores[index].values, "returns": returns[index]}
             items.append(_item(sample, weight, advantages[index], scores[index], extras))
@@ -206,12 +209,18 @@ def explained_variance(values: Arrays, returns: Arrays, masks: Sequence[Sequence
     return float(1.0 - error.var() / target.var()) if target.size and target.var() > 0 else None
 
 
-def _extras(sample: Sample) -> dict[str, np.ndarray]:
-    """Per-token numbers that a hook put into `train_metadata`: what has one entry for each response token."""
-    return {
-        name: np.asarray(values, np.float32) for name, values in sample.train_metadata.items()
-        if isinstance(values, (list, tuple, np.ndarray)) and len(values) == len(sample.response_tokens)
-    }
+def _hooks(samples: Sequence[Sample]) -> dict[str, Arrays]:
+    """Per-token numbers that a hook put into `train_metadata`: lists with one entry for each response token, by name.
+    ValueError naming the samples that lack one, or have one of another length."""
+    names = {name for sample in samples for name, values in sample.train_metadata.items()
+             if isinstance(values, (list, tuple, np.ndarray))}
+    for name in sorted(names):
+        bad = [sample.uid for sample in samples
+               if np.shape(sample.train_metadata.get(name)) != (len(sample.response_tokens),)]
+        if bad:
+            raise ValueError(f"train_metadata[{name!r}] has not one number for each response token on {len(bad)} of "
+                             f"{len(samples)} samples: {', '.join(map(str, bad[:8]))}")
+    return {name: [np.asarray(sample.train_metadata[name], np.float32) for sample in samples] for name in sorted(names)}
 
 
 def _item(sample: Sample, weight: np.ndarray | None = None, advantages: np.ndarray | None = None,

@@ -77,9 +77,9 @@ def workspace(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def start(folder: pathlib.Path, *arguments: str, **options: Any) -> subprocess.Popen:
+def start(folder: pathlib.Path, *arguments: str, config: str = "small.py", **options: Any) -> subprocess.Popen:
     """`python -m rljax.launch --config small.py ...` in `folder`, on one device; arguments are `log.dir=run`."""
-    command = [sys.executable, "-m", "rljax.launch", "--config", "small.py", *(f"--config.{a}" for a in arguments)]
+    command = [sys.executable, "-m", "rljax.launch", "--config", config, *(f"--config.{a}" for a in arguments)]
     env = os.environ | {
         "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }  # fmt: skip

@@ -195,9 +195,14 @@ def test_hooks_reach_the_batch():
     rows = samples()
     for row in rows:
         row.train_metadata = {"heat": list(range(len(row.response_tokens))), "turns": 3, "note": "abc"}
-    updates, _ = make(rows)
+    updates, values = make(rows)
+    assert values["rollout/extra/heat"] == pytest.approx(np.concatenate([np.arange(n) for n in LENGTHS]).mean())
     assert [found.tolist() for found in per_sample(rows, updates, "heat")] == [list(range(n)) for n in LENGTHS]
     assert set(updates[0].batches[0].extras) == {"heat"}
+    del rows[2].train_metadata["heat"]
+    rows[4].train_metadata["heat"] = [1]
+    with pytest.raises(ValueError, match="'heat'.*on 2 of 6 samples: 2, 4"):
+        make(rows)
 
 
 @pytest.fixture
