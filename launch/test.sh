@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The test suite that CI runs; --all adds the tests marked slow. Other arguments go to pytest.
 set -euo pipefail
-source "$(dirname "$0")/environment.sh" "[test]"
-marks=(-m "not slow")
+extras="[test]" marks=(-m "not slow")
 if [ "${1:-}" = "--all" ]; then
-  marks=()
+  extras="[test,reasoning-gym]" marks=()
   shift
 fi
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "$extras"
 exec "$PYTHON" -m pytest -n 2 --dist loadfile "${marks[@]}" "$@"

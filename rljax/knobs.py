@@ -20,7 +20,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "data": {
         "prompt_data": "builtin:sums/train.jsonl",  # JSONL, Parquet, path@[a:b], hub id, builtin:FILE, or a mixture:
-        # 0.7*a.jsonl + 0.3*b.jsonl
+        # 0.7*a.jsonl + 0.3*b.jsonl; or reasoning_gym:TASK?size=1000&seed=1
         "input_key": "prompt",  # column of the prompt: text or chat messages
         "label_key": "label",  # column of the label; "" = none: with sft the prompts are then whole conversations
         "metadata_key": "metadata",  # column of the metadata object
@@ -62,8 +62,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "dtype": "auto",  # of the sampler's weights and cache: auto (as compute_dtype), bfloat16, float32
     },
     "reward": {
-        "type": "math",  # math, gsm8k, dapo, exact_match, f1, format, dcpo, remote, random, or
-        # package.module:function; a row's metadata.rm_type may name another for it
+        "type": "math",  # math, gsm8k, dapo, exact_match, f1, format, dcpo, remote, random,
+        # reasoning_gym, or package.module:function; a row's metadata.rm_type may name another for it
         "key": "reward",  # the part that trains, where the function returns a dict
         "timeout_s": 10.0,  # seconds for one sample
         "memory_mb": 2048,  # per worker, MiB

@@ -11,6 +11,7 @@ import json
 import logging
 import pathlib
 import re
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from rljax import hub
 
 log = logging.getLogger(__name__)
 
-BUILTIN_PREFIX = "builtin:"
+BUILTIN_PREFIX, REASONING_GYM = "builtin:", "reasoning_gym:"
 SUFFIXES = (".jsonl", ".parquet", ".arrow")  # what is taken from a folder
 SLICE = re.compile(r"(.*)@\[\s*(-?\d*)\s*:\s*(-?\d*)\s*\]", re.DOTALL)
 SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?:ing)?(?![a-z])")  # in file names
@@ -121,9 +122,11 @@ def read(prompt_data: str, keys: Keys) -> tuple[list[tuple[str, Any]], str]:
     """(place, record) of every row of `prompt_data` (see `data.PromptSource`) inside its slice, and a fingerprint of
     the files' bytes and the slice. ValueError names what cannot be read."""
     path, begin, end = _parse_slice(prompt_data)
-    files = _files(path)
     digest = hashlib.sha256(f"[{begin}:{end}]".encode())
     records: list[tuple[str, Any]] = []
+    if path.startswith(REASONING_GYM):
+        records += _reasoning_gym(path, keys, digest)
+    files = [] if path.startswith(REASONING_GYM) else _files(path)
     for file in files:
         try:
             records += _jsonl(file, digest) if file.suffix not in (".parquet", ".arrow") else _table(file, keys, digest)
@@ -135,6 +138,27 @@ def read(prompt_data: str, keys: Keys) -> tuple[list[tuple[str, Any]], str]:
     if not chosen:
         raise ValueError(f"{prompt_data}: the slice takes none of the {len(records)} rows")
     return chosen, digest.hexdigest()[:16]
+
+
+def _reasoning_gym(path: str, keys: Keys, digest: Any) -> Iterator[tuple[str, Any]]:
+    """Entries of a reasoning-gym task, `reasoning_gym:TASK` or `reasoning_gym:TASK?size=1000&seed=1&max_x=9`, made with
+    these settings; the whole entry goes into the metadata, where the reward of that name finds it."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ValueError(f"prompt_data {path!r} needs the package reasoning-gym: pip install 'rljax[reasoning-gym]'") \
+            from error
+    task, _, text = path.removeprefix(REASONING_GYM).partition("?")
+    digest.update(path.encode())
+    settings = dict(urllib.parse.parse_qsl(text, keep_blank_values=True))
+    try:
+        settings = {name: json.loads(value) for name, value in settings.items()}
+        entries = reasoning_gym.create_dataset(task, **settings)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ValueError(f"prompt_data {path!r}: {error or 'settings out of range'}") from error
+    for number, entry in enumerate(entries):
+        record = {keys.input: entry["question"], keys.label: entry["answer"], keys.metadata: {"reasoning_gym": entry}}
+        yield f"{path}, entry {number}", {name: value for name, value in record.items() if name}
 
 
 def _parse_slice(prompt_data: str) -> tuple[str, int | None, int | None]:

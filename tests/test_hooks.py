@@ -44,7 +44,8 @@ def get_config():
     c = small.get_config()
     c.rollout.num_rollouts, c.rollout.dynamic_filter = 2, "hooks:varied"
     c.reward.type, c.reward.post_process = "hooks:reward", "hooks:note"
-    c.algo.advantage_estimator, c.algo.surrogate, c.algo.loss_aggregation = "hooks:centred", "hooks:placed", "hooks:later"
+    c.algo.advantage_estimator, c.algo.surrogate = "hooks:centred", "hooks:placed"
+    c.algo.loss_aggregation = "hooks:later"
     return c
 '''
 

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from rljax import records, rewards
 from rljax.rewards import dapo, f1, random, remote
 from rljax.rewards.pool import RewardPool
 from rljax.sample import Sample
@@ -92,6 +93,26 @@ def test_the_pool_hands_the_address_on_and_a_row_may_name_its_own_type(server):
     assert [one.reward for one in results] == [0.25, -1.0, 1.0, -1.0]
     assert results[0].parts == {"reward": 0.25, "style": 1.0}
     assert "str" in results[1].error and "no reward 'no_such'" in results[3].error and pool.errors == 2
+
+
+@pytest.mark.slow
+def test_reasoning_gym():
+    """Its prompts with its verifiers, an extra."""
+    pytest.importorskip("reasoning_gym")
+    keys = records.Keys("prompt", "label", "metadata", "tools")
+    rows, mark = records.read("reasoning_gym:leg_counting?size=6&seed=3@[1:4]", keys)
+    again, same = records.read("reasoning_gym:leg_counting?size=6&seed=3@[1:4]", keys)
+    assert rows == again and mark == same and len(rows) == 3 and rows[0][0].endswith("entry 1")
+    row = keys.row(*rows[0])
+    assert "legs" in row.prompt and row.label.isdigit()
+    for text, value in ((f"<think>3</think>so <answer>{row.label}</answer>.", 1.0), (row.label, 1.0), ("none", 0.0)):
+        sample = said(text, row.label, **row.metadata)
+        assert rewards.find("reasoning_gym")(sample) == pytest.approx(value, abs=0.02)
+    for bad, words in (("nope", "nope"), ("leg_counting?sz=3", "sz"), ("leg_counting?size=x", "leg_counting")):
+        with pytest.raises(ValueError, match=words):
+            records.read(f"reasoning_gym:{bad}", keys)
+    with pytest.raises(ValueError, match="reasoning_gym:TASK"):
+        rewards.find("reasoning_gym")(said("3"))
 
 
 GROUPS = """
