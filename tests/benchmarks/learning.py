@@ -2,7 +2,8 @@
 
 Each arm is the quickstart with a few knobs changed, run in a process of its own, evaluated on the 1,024 held-out sums
 before, every 10 rollouts and after. The table has the held-out accuracy at the start, at the end and at its best, the
-seconds of a run, and for a critic the mean explained variance while the training reward lies between 0.3 and 0.8.
+seconds of a run, and for a critic the explained variance while the training reward lies between 0.3 and 0.8: its mean,
+and that of its last ten rollouts. Values are made before their rollout is trained on, so they have not seen it.
 Arms whose runs are finished under --out are not run again.
 
     python tests/benchmarks/learning.py --out runs/learning [--arms "grpo;ppo"] [--seeds 0,1,2] [--rollouts 60]
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import random
 import statistics
 import subprocess
 import sys
@@ -29,6 +31,7 @@ ARMS: dict[str, dict[str, object]] = {
     "reinforce_plus_plus": {ESTIMATOR: "reinforce_plus_plus"},
     "reinforce_plus_plus_baseline": {ESTIMATOR: "reinforce_plus_plus_baseline"},
     "ppo": {ESTIMATOR: "ppo", **CRITIC},
+    "ppo, sums and products": {ESTIMATOR: "ppo", **CRITIC},
     "opd": {ESTIMATOR: "opd", "algo.opd_kl_coef": 1.0},
     "grpo, gspo": {SURROGATE: "gspo", "algo.eps_clip": 0.05, "algo.eps_clip_high": 0.05},
     "grpo, cispo": {SURROGATE: "cispo"},
@@ -44,6 +47,8 @@ def run(arm: str, seed: int, options: argparse.Namespace) -> pathlib.Path:
         return folder
     knobs = {"log.dir": folder, "train.seed": seed, "data.seed": 42 + seed, "rollout.num_rollouts": options.rollouts,
              "eval.interval": 10, "checkpoint.save_interval": 0, **ARMS[arm]}
+    if arm == "ppo, sums and products":
+        knobs["data.prompt_data"] = f"builtin:sums/train.jsonl + {products(options.out)}"
     if arm == "opd":
         knobs["model.teacher_path"] = options.teacher
     command = [sys.executable, "-m", "rljax.launch", "--config", "quickstart.py"]
@@ -52,6 +57,16 @@ def run(arm: str, seed: int, options: argparse.Namespace) -> pathlib.Path:
                    stdout=subprocess.DEVNULL)
     done.write_text(str(time.monotonic() - begun))
     return folder
+
+
+def products(out: pathlib.Path) -> pathlib.Path:
+    """4,000 products of two-digit numbers, which the model never learns: beside sums a prompt tells much of its reward,
+    where sums alone tell next to nothing before the answer is drawn."""
+    draw, file = random.Random(3), out / "products.jsonl"
+    pairs = [(draw.randint(10, 99), draw.randint(10, 99)) for _ in range(4000)]
+    out.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({"prompt": f"{a}*{b}=", "label": str(a * b)}) + "\n" for a, b in pairs))
+    return file
 
 
 def summary(folder: pathlib.Path) -> dict[str, float]:
@@ -66,7 +81,9 @@ def summary(folder: pathlib.Path) -> dict[str, float]:
         if "rollout/step" in row:
             explained += waiting if 0.3 <= row["rollout/raw_reward"] <= 0.8 else []
             waiting = []
-    return values | ({"explained": statistics.mean(explained)} if explained else {})
+    if explained:
+        values |= {"explained": statistics.mean(explained), "explained_last": statistics.mean(explained[-20:])}
+    return values
 
 
 def main() -> None:
@@ -87,7 +104,9 @@ def main() -> None:
     for arm in arms:
         found = [summary(folders[arm, seed]) for seed in seeds]
         cells = [", ".join(f"{one[key]:.3f}" for one in found) for key in ("start", "end", "best")]
-        explained = ", ".join(f"{one['explained']:.2f}" for one in found if "explained" in one)
+        explained = ", ".join(
+            f"{one['explained']:.2f} ({one['explained_last']:.2f})" for one in found if "explained" in one
+        )
         seconds = statistics.median(one["seconds"] for one in found)
         print(f"| {arm} | {' | '.join(cells)} | {seconds:.0f} | {explained} |")
 
