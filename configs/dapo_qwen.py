@@ -7,6 +7,8 @@ from rljax import config
 
 def get_config(variant=""):
     c = config.load(config.CONFIGS / "grpo_qwen.py", variant=variant)
+    c.rollout.dynamic_filter = "reward_std"  # groups of equal rewards are replaced
+    c.rollout.over_sampling_batch_size = 384
     c.rollout.max_response_len = 4096
     c.sampler.length_buckets = (1024, 2048, 5120, 17408)
     c.reward.overlong_buffer_len = 1024

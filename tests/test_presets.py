@@ -17,8 +17,9 @@ PRESETS = sorted(path.name for path in configs.CONFIGS.glob("*_qwen*.py"))
 SMALL = (
     "model.path=tiny", "data.prompt_data=builtin:sums/train.jsonl@[0:16]", "data.prompt_suffix=",
     "rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "rollout.num_rollouts=2", "rollout.max_response_len=8",
+    "rollout.over_sampling_batch_size=0",
     "sampler.prompt_buckets=16", "sampler.length_buckets=32", "sampler.steps_per_dispatch=8", "reward.workers=1",
-    "train.max_tokens_per_device=64", "eval.interval=0", "eval.data=", "mesh.fsdp=1", "mesh.tensor=1", "optim.lr=1e-3",
+    "train.max_tokens_per_device=64", "eval.interval=0", "eval.data=", "mesh.fsdp=1", "mesh.tensor=1", "optim.lr=1e-4",
 )  # fmt: skip
 
 
