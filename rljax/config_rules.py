@@ -129,7 +129,7 @@ AT_LEAST = {  # knob -> smallest value
     "rollout.max_version_lag": 0, "rollout.max_filter_rounds": 1,
     "sampler.slots": 0, "sampler.prefill_chunk": 1, "sampler.steps_per_dispatch": 1,
     "reward.memory_mb": 1, "reward.workers": 0,
-    "reward.overlong_buffer_len": 0, "reward.overlong_penalty": 0, "reward.repetition_penalty": 0,
+    "reward.overlong_buffer_len": 0, "reward.overlong_penalty": 0, "reward.repetition_penalty": 0, "reward.format_penalty": 0,
     "algo.loss_length": 0, "algo.kl_coef": 0, "algo.kl_loss_coef": 0, "algo.entropy_coef": 0, "algo.gamma": 0,
     "algo.lambd": 0, "algo.value_clip": 0, "algo.num_critic_only_steps": 0, "algo.ref_update_interval": 0,
     "algo.is_low": 0, "algo.opsm_delta": 0, "algo.opd_kl_coef": 0, "algo.dcpo_calibration_weight": 0,

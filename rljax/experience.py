@@ -16,6 +16,7 @@ from rljax import algorithms, packing, sharding
 from rljax.algorithms import Scores
 from rljax.critic import Critic
 from rljax.metrics import masked_mean, repeats
+from rljax.rewards import format as shape
 from rljax.sample import TRUNCATED, Sample
 from rljax.trainer import Scorer, Trainer
 from rljax.types import PackedBatch, Params
@@ -50,7 +51,7 @@ def overlong_penalty(length: int, max_response_len: int, buffer_len: int, penalt
 
 
 def shape_rewards(samples: Sequence[Sample], config: ConfigDict) -> None:
-    """Add the penalties of length and repetition to each scored sample's reward, and take truncated samples out of
+    """Add the penalties of length, repetition and form to each scored sample's reward, and take truncated samples out of
     the loss (`algo.mask_truncated`), while they stay in their group."""
     limit, reward = config.rollout.max_response_len, config.reward
     for sample in samples:
@@ -63,6 +64,9 @@ def shape_rewards(samples: Sequence[Sample], config: ConfigDict) -> None:
         if reward.repetition_penalty and sample.reward is not None:
             sample.rewards["repetition"] = -reward.repetition_penalty * repeats(sample.response_tokens)
             sample.reward += sample.rewards["repetition"]
+        if reward.format_penalty and sample.reward is not None:
+            sample.rewards["form"] = -reward.format_penalty * (not shape.fits(sample.text))
+            sample.reward += sample.rewards["form"]
         if config.algo.mask_truncated and sample.status == TRUNCATED:
             sample.loss_mask = [0] * len(sample.response_tokens)
 

@@ -72,6 +72,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "url": "",  # of remote
         "group": False,  # the function gets all samples of a group at once, and returns a list
         "repetition_penalty": 0.0,  # taken from the reward of a response that ends in a loop
+        "format_penalty": 0.0,  # taken from the reward of a response that is not <think>...</think><answer>...</answer>
         "post_process": "",  # dcpo (as the estimator dcpo has it), or package.module:function(samples, config)
         "overlong_buffer_len": 0,  # tokens before max_response_len over which the reward sinks; 0 = off
         "overlong_penalty": 1.0,  # by how much it has sunk at max_response_len

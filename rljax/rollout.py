@@ -142,9 +142,11 @@ def summarize(samples: Sequence[Sample]) -> dict[str, float]:
         values["rollout_log_probs"] = np.mean(drawn)
     for part in sorted({name for s in samples for name in s.rewards}):
         values[f"reward/{part}"] = np.mean([s.rewards[part] for s in samples if part in s.rewards])
-    numbers = {name for s in samples for name, value in s.train_metadata.items() if isinstance(value, (int, float))}
+    notes = [{**s.metadata, **s.train_metadata} for s in samples]  # by the data and by hooks
+    numbers = {name for note in notes for name, value in note.items()
+               if type(value) in (int, float) and name.isprintable()}
     for name in sorted(numbers):
-        values[f"extra/{name}"] = np.mean([s.train_metadata[name] for s in samples if name in s.train_metadata])
+        values[f"extra/{name}"] = np.mean([note[name] for note in notes if type(note.get(name)) in (int, float)])
     if any("dcpo" in s.train_metadata for s in samples):
         values |= dcpo.summary(samples)
     return {name: float(value) for name, value in values.items()} | _group_metrics(samples)

@@ -270,6 +270,7 @@ SMALLEST = {
     "algo.ref_update_interval": 0, "algo.is_low": 0, "algo.opsm_delta": 0, "algo.opd_kl_coef": 0,
     "algo.dcpo_calibration_weight": 0, "algo.dcpo_calibration_scale": 0, "algo.dcpo_hybrid_alpha": 0,
     "reward.overlong_buffer_len": 0, "reward.overlong_penalty": 0, "optim.critic_lr": 0,
+    "reward.repetition_penalty": 0, "reward.format_penalty": 0,
     "optim.lr": 0, "optim.warmup_steps": 0, "optim.weight_decay": 0, "optim.b1": 0, "optim.b2": 0,
     "optim.clip_grad": 0, "optim.max_nonfinite": 1, "train.global_batch_size": 0, "train.max_tokens_per_device": 1,
     "train.seed": 0, "eval.interval": 0, "eval.n_samples": 1, "eval.top_k": -1, "checkpoint.save_interval": 0,

@@ -180,6 +180,13 @@ def test_repetition_penalty():
     assert [row.reward for row in rows] == [1, 0, 0, 1, 1, -0.25] and rows[0].rewards == {"repetition": 0.0}
 
 
+def test_format_penalty():
+    rows = samples()
+    rows[0].text = "<think>so</think><answer>1</answer>"
+    make(rows, reward__format_penalty=0.5)
+    assert [row.reward for row in rows] == [1, -0.5, -0.5, 0.5, 0.5, -0.5] and rows[1].rewards == {"form": -0.5}
+
+
 def test_an_update_with_nothing_to_train_is_left_out(caplog):
     rows = samples()
     for row in rows[2:4]:
