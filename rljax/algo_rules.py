@@ -15,6 +15,7 @@ LEVELS = ("token", "sequence", "geometric")
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
 AGGREGATIONS = ("sample_mean", "token_mean", "constant")
 OLD_LOGPROBS = ("trainer", "rollout")
+PENALTIES = ("overlong_buffer_len", "repetition_penalty", "format_penalty")
 FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -64,6 +65,7 @@ def check_algo(config: ConfigDict) -> None:
     )
     _check_models(config)
     _check_corrections(config)
+    _check_idle(config)
 
 
 def _check_models(config: ConfigDict) -> None:
@@ -104,6 +106,25 @@ def _check_models(config: ConfigDict) -> None:
     require(
         reward.overlong_buffer_len <= limit,
         f"reward.overlong_buffer_len = {reward.overlong_buffer_len}: longer than rollout.max_response_len = {limit}",
+    )
+
+
+def _check_idle(config: ConfigDict) -> None:
+    """Knobs that an estimator or a surrogate would never read."""
+    algo, reward, rollout = config.algo, config.reward, config.rollout
+    estimator = algo.advantage_estimator
+    penalties = {f"reward.{name}": reward[name] for name in PENALTIES}
+    idle = {
+        "sft": {"algo.kl_coef": algo.kl_coef, "algo.opd_kl_coef": algo.opd_kl_coef, "algo.critic": algo.critic,
+                "rollout.dynamic_filter": rollout.dynamic_filter, "rollout.partial": rollout.partial, **penalties},
+        "dcpo": {"algo.kl_coef": algo.kl_coef, **penalties},
+        "opd": {"algo.kl_coef": algo.kl_coef, **penalties},
+    }
+    for name, value in idle.get(estimator, {}).items():
+        require(not value, f"{name} = {value} with algo.advantage_estimator = {estimator}, which does not read it")
+    require(
+        algo.dual_clip == 0 or algo.surrogate not in ("cispo", "reinforce", "sft"),
+        f"algo.dual_clip = {algo.dual_clip} with algo.surrogate = {algo.surrogate}, which does not read it",
     )
 
 

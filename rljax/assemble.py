@@ -90,13 +90,14 @@ def build(config: ConfigDict) -> Parts:
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     updates = samples // (config.train.global_batch_size or samples)
     optim = optimizer_config(config, num_rollouts * updates)
+    checks.length(config, num_rollouts, updates)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     sampling = sampling_params(config, config.rollout, config.rollout.max_response_len)
     loss = loss_config(config)
     trainer = Trainer(cfg, mesh, loss, optim, config.optim.clip_grad)
     critic = teacher = None
     if needs_critic(config):
-        its = dataclasses.replace(optim, lr=config.optim.critic_lr)
+        its = dataclasses.replace(optim, lr=config.optim.critic_lr, trainable=".*", frozen="")
         critic = Critic(cfg, mesh, loss, algo.value_clip, its, config.optim.clip_grad)
     if algo.opd_kl_coef > 0:
         teacher = Scorer(models.load_config(config.model.teacher_path), mesh, loss)
@@ -205,7 +206,7 @@ def prompt_source(config: ConfigDict, tok: tokenizer.Tokenizer, path: str, *, sh
         sources = [prompt_source(config, tok, one, shuffle=shuffle, conversations=conversations) for _, one in parts]
         return Mixture(sources, [weight for weight, _ in parts])
     return PromptSource(
-        path, tok, max_prompt_len=max_prompt_len(config), input_key=data.input_key, label_key=data.label_key,
+        parts[0][1], tok, max_prompt_len=max_prompt_len(config), input_key=data.input_key, label_key=data.label_key,
         metadata_key=data.metadata_key, tool_key=data.tool_key, shuffle=shuffle, seed=data.seed,
         chat_template=config.model.chat_template, prompt_suffix=data.prompt_suffix, conversations=conversations,
     )
@@ -300,54 +301,13 @@ def device_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
 
 
-def initial_params(config: ConfigDict, trainer: Trainer) -> Params:
-    """Float32 weights in the trainer's layout: of model.path, or new ones where model.init is random."""
-    if config.model.init == "random":
-        fresh = jax.jit(functools.partial(models.init, trainer.cfg), out_shardings=trainer.shardings)
-        return fresh(jax.random.key(config.train.seed))
-    return models.load(config.model.path, shardings=trainer.shardings)[1]
-
-
-def critic_state(config: ConfigDict, parts: Parts) -> TrainState:
-    """The critic as a run starts it: the weights of model.critic_path, or the policy's, below a head that gives 0."""
-    path = config.model.critic_path
-    if not path:
-        return parts.critic.start(initial_params(config, parts.trainer))
-    return parts.critic.start(models.load(path, shardings=parts.trainer.shardings)[1])
-
-
-def teacher_params(config: ConfigDict, parts: Parts) -> Params | None:
-    """The weights of model.teacher_path in the compute dtype, where there is a teacher."""
-    if parts.teacher is None:
-        return None
-    params = models.load(config.model.teacher_path, shardings=parts.teacher.shardings)[1]
-    dtype = compute_dtype(config.model.compute_dtype)
-    return jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree), donate_argnums=0)(params)
-
-
-def checkpoint_trees(config: ConfigDict, parts: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(shapes, shardings) of what a checkpoint holds of the devices: policy, critic, and a reference that moves."""
-    shapes: dict[str, Any] = {"policy": parts.trainer.state_shapes}
-    shardings: dict[str, Any] = {"policy": parts.trainer.state_shardings}
-    if parts.critic is not None:
-        shapes["critic"], shardings["critic"] = parts.critic.state_shapes, parts.critic.state_shardings
-    if parts.needs_reference and config.algo.ref_update_interval:
-        shapes["reference"], shardings["reference"] = parts.trainer.shapes, parts.trainer.shardings
-    return shapes, shardings
-
-
-def reference_params(config: ConfigDict, trainer: Trainer) -> Params:
-    """Frozen weights of the KL: those of model.ref_path, or those that the run started with."""
-    if not config.model.ref_path:
-        return initial_params(config, trainer)
-    return models.load(config.model.ref_path, shardings=trainer.shardings)[1]
-
-
 def reward_pool(config: ConfigDict) -> RewardPool:
     """Stage 3's workers. ValueError naming reward.type where none can start."""
     r = config.reward
     try:
-        return RewardPool(r.type, workers=r.workers, timeout_s=r.timeout_s, memory_mb=r.memory_mb,
+        return RewardPool(r.type, also=sorted({
+            own["reward"] for own in json.loads(config.eval.overrides).values() if "reward" in own
+        }), workers=r.workers, timeout_s=r.timeout_s, memory_mb=r.memory_mb,
                           fallback=r.fallback, key=r.key, url=r.url)
     except ValueError as error:
         raise ValueError(f"reward.type = {r.type!r}: {error}") from error

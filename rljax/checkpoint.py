@@ -70,9 +70,9 @@ def read_host(folder: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{file}: cannot be read: {error}; move {folder} away to go on from an earlier one") from error
 
 
-def restore(folder: pathlib.Path, shapes: Any, shardings: Any) -> tuple[Any, dict[str, Any]]:
+def restore(folder: pathlib.Path, shapes: Any, shardings: Any, *, part: bool = False) -> tuple[Any, dict[str, Any]]:
     """(state, host) of one checkpoint, a tree like `shapes` on `shardings`; the mesh may differ from the one that saved
-    it.
+    it. With `part` the checkpoint may hold more, which is not read.
 
     `shapes` gives shape and dtype of every leaf. ValueError names each leaf that is missing, extra or of another
     shape, and the folder where it cannot be read. A difference in what `machine` says is logged: from there on the
@@ -81,11 +81,16 @@ def restore(folder: pathlib.Path, shapes: Any, shardings: Any) -> tuple[Any, dic
     host = read_host(folder)
     _check_machine(host.pop("machine", {}))
     target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    handlers, arguments = HANDLERS, ocp.args.StandardRestore(target)
+    if part:
+        handlers = {**HANDLERS, "state": ocp.PyTreeCheckpointHandler()}
+        how = ocp.checkpoint_utils.construct_restore_args(target)
+        arguments = ocp.args.PyTreeRestore(target, restore_args=how, partial_restore=True)
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**HANDLERS)) as reader:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as reader:
             saved = _leaf_shapes(reader.metadata(folder.absolute()).item_metadata["state"].tree)
-            _check_leaves(folder, saved, target)
-            loaded = reader.restore(folder.absolute(), ocp.args.Composite(state=ocp.args.StandardRestore(target)))
+            _check_leaves(folder, saved, target, part)
+            loaded = reader.restore(folder.absolute(), ocp.args.Composite(state=arguments))
     except Misfit:
         raise
     except (OSError, ValueError) as error:  # tensorstore's, which ends in pages of its own settings
@@ -107,10 +112,10 @@ def _leaf_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
 
 
-def _check_leaves(folder: pathlib.Path, saved: dict[str, tuple[int, ...]], target: Any) -> None:
+def _check_leaves(folder: pathlib.Path, saved: dict[str, tuple[int, ...]], target: Any, part: bool) -> None:
     wanted = _leaf_shapes(target)
     problems = [f"missing {name} {list(wanted[name])}" for name in wanted if name not in saved]
-    problems += [f"unexpected {name} {list(saved[name])}" for name in saved if name not in wanted]
+    problems += [f"unexpected {name} {list(saved[name])}" for name in saved if name not in wanted and not part]
     problems += [f"{name} has shape {list(saved[name])}, expected {list(shape)}" for name, shape in wanted.items()
                  if saved.get(name, shape) != shape]
     if problems:

@@ -50,6 +50,17 @@ def labels(config: ConfigDict, tok: tokenizer.Tokenizer, source: PromptSource | 
         one.restore(place)
 
 
+def length(config: ConfigDict, num_rollouts: int, updates: int) -> None:
+    """ValueError where a decaying learning rate or the critic's head start would last as long as the run."""
+    optim, alone = config.optim, config.algo.num_critic_only_steps
+    if optim.schedule != "constant" and optim.warmup_steps >= num_rollouts * updates:
+        raise ValueError(f"optim.warmup_steps = {optim.warmup_steps}: with optim.schedule = {optim.schedule} it must "
+                         f"be below the run's {num_rollouts * updates} updates")
+    if alone >= num_rollouts:
+        raise ValueError(f"algo.num_critic_only_steps = {alone}: must be below the run's {num_rollouts} rollouts, or "
+                         f"the policy never moves")
+
+
 def reference(config: ConfigDict, cfg: ModelConfig) -> None:
     """ValueError where model.ref_path is a model of another kind than the policy: one program scores both."""
     if config.model.ref_path:

@@ -97,6 +97,10 @@ def _check_text(config: ConfigDict) -> None:
         (config.reward.type == "remote") == bool(config.reward.url),
         f"reward.type = {config.reward.type} and reward.url = {config.reward.url!r}: remote needs a url, others none",
     )
+    require(
+        not config.reward.url or config.reward.url.startswith(("http://", "https://")),
+        f"reward.url = {config.reward.url!r}: must begin with http:// or https://",
+    )
     one_of("reward.post_process", config.reward.post_process, POST_PROCESSES, path=True)
     one_of("optim.name", config.optim.name, OPTIMIZERS)
     one_of("optim.schedule", config.optim.schedule, SCHEDULES)
@@ -129,7 +133,8 @@ AT_LEAST = {  # knob -> smallest value
     "rollout.max_version_lag": 0, "rollout.max_filter_rounds": 1,
     "sampler.slots": 0, "sampler.prefill_chunk": 1, "sampler.steps_per_dispatch": 1,
     "reward.memory_mb": 1, "reward.workers": 0,
-    "reward.overlong_buffer_len": 0, "reward.overlong_penalty": 0, "reward.repetition_penalty": 0, "reward.format_penalty": 0,
+    "reward.overlong_buffer_len": 0, "reward.overlong_penalty": 0, "reward.repetition_penalty": 0,
+    "reward.format_penalty": 0,
     "algo.loss_length": 0, "algo.kl_coef": 0, "algo.kl_loss_coef": 0, "algo.entropy_coef": 0, "algo.gamma": 0,
     "algo.lambd": 0, "algo.value_clip": 0, "algo.num_critic_only_steps": 0, "algo.ref_update_interval": 0,
     "algo.is_low": 0, "algo.opsm_delta": 0, "algo.opd_kl_coef": 0, "algo.dcpo_calibration_weight": 0,
@@ -227,18 +232,18 @@ def _check_lengths(config: ConfigDict) -> None:
 
 def _check_steps(config: ConfigDict) -> None:
     """Updates per rollout and in the run."""
-    rollout, optim, size = config.rollout, config.optim, config.train.global_batch_size
+    rollout, size = config.rollout, config.train.global_batch_size
     samples = rollout.batch_size * rollout.n_samples_per_prompt
     require(
         size == 0 or samples % size == 0,
         f"train.global_batch_size = {size}: must divide rollout.batch_size * rollout.n_samples_per_prompt = "
         f"{rollout.batch_size} * {rollout.n_samples_per_prompt} = {samples}",
     )
-    updates = rollout.num_rollouts * (samples // (size or samples))
+    algo = config.algo
     require(
-        optim.schedule == "constant" or rollout.num_epochs > 0 or optim.warmup_steps < updates,
-        f"optim.warmup_steps = {optim.warmup_steps}: with optim.schedule = {optim.schedule} it must be below the "
-        f"run's {updates} updates",
+        algo.opsm_delta == 0 or 0 < size < samples or algo.old_logprobs == "rollout",
+        f"algo.opsm_delta = {algo.opsm_delta}: with one update per rollout the policy has not drifted; "
+        f"train.global_batch_size below {samples} makes several",
     )
 
 
@@ -255,16 +260,9 @@ def _check_eval(config: ConfigDict) -> None:
     require(
         evaluate.interval == 0 or bool(names), f"eval.interval = {evaluate.interval}, but eval.data names 0 sets"
     )
-    _check_overrides(evaluate, names)
-    for key, low, high in (("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0)):
-        value = evaluate[key]
-        bounds = "must be -1 (the rollout's), or " + ("at least 0" if high == math.inf else "above 0 and at most 1")
-        inside = low <= value <= high and (key != "top_p" or value > 0)
-        require(value == -1 or inside, f"eval.{key} = {value}: {bounds}")
+    _check_overrides(evaluate, names, config.reward.group)
     length = evaluate.max_response_len
-    require(
-        length == -1 or length >= 1, f"eval.max_response_len = {length}: must be -1 (the rollout's), or at least 1"
-    )
+    _check_draws("eval", evaluate.to_dict())
     prompt, cache = max_prompt_len(config), max(config.sampler.length_buckets)
     require(
         not names or prompt + length <= cache,
@@ -280,7 +278,7 @@ OVERRIDES = {  # key of eval.overrides -> type, smallest value
 }  # fmt: skip
 
 
-def _check_overrides(evaluate: ConfigDict, names: list[str]) -> None:
+def _check_overrides(evaluate: ConfigDict, names: list[str], grouped: bool) -> None:
     """eval.overrides: an object of objects, for sets that exist, with keys and types that are known."""
     for name, own in _json_object("eval.overrides", evaluate.overrides).items():
         there = ", ".join(names) or "none"
@@ -293,8 +291,29 @@ def _check_overrides(evaluate: ConfigDict, names: list[str]) -> None:
             require(fits, f"eval.overrides: {name}.{key} = {value!r}: expected {kind.__name__}")
             high_enough = least is None or value >= least
             require(high_enough, f"eval.overrides: {name}.{key} = {value}: must be at least {least}")
+        _check_draws(f"eval.overrides: {name}", own)
         if "reward" in own:
             one_of(f"eval.overrides: {name}.reward", own["reward"], REWARDS, path=True)
+            require(own["reward"] != "remote", f"eval.overrides: {name}.reward = remote: only reward.type has a url")
+            require(not grouped, f"eval.overrides: {name}.reward with reward.group = True: groups have one reward")
+
+
+def _check_draws(where: str, knobs: dict[str, Any]) -> None:
+    """temperature, top_p and max_response_len of evaluation, those that are there; -1 stands for the rollout's."""
+    temperature, top_p, length = (knobs.get(key, -1) for key in ("temperature", "top_p", "max_response_len"))
+    cold = 0 < temperature < LEAST_TEMPERATURE
+    require(not cold, f"{where}.temperature = {temperature}: must be at least {LEAST_TEMPERATURE}")
+    require(
+        temperature == -1 or 0 <= temperature <= MOST_FLOAT,
+        f"{where}.temperature = {temperature}: must be -1 (the rollout's), or at least 0 and finite",
+    )
+    require(
+        top_p == -1 or 0 < top_p <= 1,
+        f"{where}.top_p = {top_p}: must be -1 (the rollout's), or above 0 and at most 1",
+    )
+    require(
+        length == -1 or length >= 1, f"{where}.max_response_len = {length}: must be -1 (the rollout's), or at least 1"
+    )
 
 
 def _check_log(config: ConfigDict) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -90,6 +91,8 @@ class PromptSource:
 
         Raises ValueError for a state with a missing or impossible entry, or of another seed or order.
         """
+        if "sources" in state:
+            raise ValueError(f"the saved place is of {len(state['sources'])} sources, data.prompt_data has 1")
         if missing := sorted(self.state().keys() - state.keys()):
             raise ValueError(f"the saved place in {self.prompt_data} lacks {', '.join(missing)}")
         for key in ("seed", "shuffle"):
@@ -152,8 +155,9 @@ class Mixture:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; ValueError where it is of another number of sources."""
-        if len(state["sources"]) != len(self.sources):
-            raise ValueError(f"the saved place is of {len(state['sources'])} sources, data.prompt_data has "
+        places = state.get("sources", ())
+        if len(places) != len(self.sources):
+            raise ValueError(f"the saved place is of {len(places) or 1} sources, data.prompt_data has "
                              f"{len(self.sources)}")
         self._taken = list(state["taken"])
         for source, place in zip(self.sources, state["sources"], strict=True):
@@ -166,12 +170,12 @@ def parse_mixture(prompt_data: str) -> list[tuple[float, str]]:
     parts = []
     for part in prompt_data.split(" + "):
         weight, star, path = part.strip().partition("*")
-        weighted = bool(star) and re.fullmatch(r"[\d.]+(e-?\d+)?", weight) is not None
+        weighted = bool(star) and re.fullmatch(r"[\d.]+(e[-+]?\d+)?", weight) is not None
         try:
             share = float(weight) if weighted else 1.0
         except ValueError:
             share = 0.0
-        if not share > 0 or (weighted and not path):
+        if not 0 < share < math.inf or (weighted and not path):
             raise ValueError(f"data.prompt_data: {part.strip()!r} is not of the form weight*path with a weight above 0")
         parts.append((share, path.strip() if weighted else part.strip()))
     return parts

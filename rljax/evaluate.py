@@ -16,7 +16,7 @@ import sys
 import jax
 from ml_collections import ConfigDict
 
-from rljax import assemble, checkpoint, evaluation
+from rljax import assemble, checkpoint, evaluation, weights
 from rljax import config as configs
 from rljax.metrics import Timers
 from rljax.rollout import Rollout
@@ -50,10 +50,9 @@ def _evaluate_alone(config: ConfigDict, path: str, out: str) -> dict[str, float]
         configs.validate(config, jax.device_count())
         parts = assemble.build(config)
         if folder is None:
-            params, step = assemble.initial_params(config, parts.trainer), 0
+            params, step = weights.initial_params(config, parts.trainer), 0
         else:
-            tree, host = checkpoint.restore(folder, *assemble.checkpoint_trees(config, parts))
-            params, step = tree["policy"].params, host["rollouts"]
+            params, step = weights.restored_params(parts, folder), checkpoint.read_host(folder)["rollouts"]
         rollout = Rollout(parts.scheduler, parts.tokenizer, pool, Timers(), post_process=parts.post_process,
                           group_rewards=config.reward.group)
         place = pathlib.Path(out).expanduser() if out else None

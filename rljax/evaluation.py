@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rljax import harvest
-from rljax.data import PromptSource
+from rljax.data import Mixture, PromptSource
 from rljax.gather import make_group
 from rljax.rewards.math import extract_answer
 from rljax.rollout import Rollout, summarize
@@ -25,16 +25,18 @@ class EvalSet:
     """One set: its prompts in file order, samples of each, and how they are drawn."""
 
     name: str
-    source: PromptSource
+    source: PromptSource | Mixture
     n_samples: int
     sampling: SamplingParams
     rm_type: str = ""  # the reward of all its samples, where it is not the run's
 
     def samples(self) -> list[Sample]:
         """Fresh samples of every prompt, with the same uids in every evaluation."""
-        self.source.restore({**self.source.state(), "epoch": 0, "index": 0})
-        samples = []
-        for group, prompt in enumerate(self.source.take(self.source.num_rows)):
+        samples, prompts = [], []
+        for source in self.source.sources:  # of a mixture every prompt of every part
+            source.restore({**source.state(), "epoch": 0, "index": 0})
+            prompts += source.take(source.num_rows)
+        for group, prompt in enumerate(prompts):
             samples.extend(make_group(prompt, group, self.n_samples))
         for sample in samples:
             sample.uid += UID_BASE

@@ -22,6 +22,7 @@ from rljax.trainer import Scorer, Trainer
 from rljax.types import PackedBatch, Params
 
 log = logging.getLogger(__name__)
+PENALTIES = ("overlong", "repetition", "form")
 Arrays = list[np.ndarray]  # float32 [m] for each sample
 TokenWeights = Callable[[list[Sample], Any], Arrays]
 
@@ -40,6 +41,7 @@ class Update:
     """One update of a rollout: its micro-batches, and what is known of it on the host."""
 
     batches: list[PackedBatch]
+    on_policy: bool  # nothing was trained since the rollout: the update makes its old log-probs itself
     explained_variance: float | None  # of the critic's values, made before the update
 
 
@@ -50,9 +52,9 @@ def overlong_penalty(length: int, max_response_len: int, buffer_len: int, penalt
     return -penalty * min(max(over, 0) / buffer_len, 1.0) if buffer_len > 0 else 0.0
 
 
-def shape_rewards(samples: Sequence[Sample], config: ConfigDict) -> None:
-    """Add the penalties of length, repetition and form to each scored sample's reward, and take truncated samples out of
-    the loss (`algo.mask_truncated`), while they stay in their group."""
+def shape_rewards(samples: Sequence[Sample], config: ConfigDict) -> dict[str, float]:
+    """Add the penalties of length, repetition and form to each scored sample's reward, and take truncated samples out
+    of the loss (`algo.mask_truncated`), while they stay in their group. Returns the penalties' means as metrics."""
     limit, reward = config.rollout.max_response_len, config.reward
     for sample in samples:
         if reward.overlong_buffer_len and sample.reward is not None:
@@ -69,6 +71,8 @@ def shape_rewards(samples: Sequence[Sample], config: ConfigDict) -> None:
             sample.reward += sample.rewards["form"]
         if config.algo.mask_truncated and sample.status == TRUNCATED:
             sample.loss_mask = [0] * len(sample.response_tokens)
+    found = {name: [s.rewards[name] for s in samples if name in s.rewards] for name in PENALTIES}
+    return {f"rollout/reward/{name}": float(np.mean(values)) for name, values in found.items() if values}
 
 
 class Experience:
@@ -77,46 +81,38 @@ class Experience:
     def __init__(self, config: ConfigDict, trainer: Trainer, estimator: algorithms.Estimator, *,
                  token_weights: TokenWeights | None = None, critic: Critic | None = None,
                  teacher: Scorer | None = None, on_policy: bool, shapes: dict[str, Any]):
-        """`on_policy`: the policy's old log-probs are made by the update itself. `token_weights` is the user's loss
-        aggregation, `shapes` are arguments of `packing.pack`."""
+        """`on_policy`: a rollout is one update, which makes the policy's old log-probs itself. `token_weights` is the
+        user's loss aggregation, `shapes` are arguments of `packing.pack`."""
         self.config, self.trainer, self.estimator, self.token_weights = config, trainer, estimator, token_weights
-        self.critic, self.teacher, self.shapes = critic, teacher, shapes
+        self.critic, self.teacher, self.shapes, self.on_policy = critic, teacher, shapes, on_policy
         algo = config.algo
-        by_trainer = algo.old_logprobs == "trainer" and algo.surrogate != "sft"
-        self.scores_old = by_trainer and (not on_policy or algo.kl_coef > 0 or algo.opd_kl_coef > 0)
+        self.by_trainer = algo.old_logprobs == "trainer" and algo.surrogate != "sft"
+        self.reads_old = algo.kl_coef > 0 or algo.opd_kl_coef > 0
 
     def make(self, samples: list[Sample], weights: Weights) -> tuple[list[Update], dict[str, float]]:
         """Updates in order, and metrics. An update with nothing to train is left out, and said."""
-        shape_rewards(samples, self.config)
-        parts = self._parts(samples)
-        kept = [samples[index] for part in parts for index in part]  # samples of updates that are left out need nothing
-        place = {id(sample): index for index, sample in enumerate(kept)}
-        parts = [[place[id(samples[index])] for index in part] for part in parts]
-        if not kept:
-            return [], {"trained_tokens": 0.0, "row_tokens": 0.0}
-        hooks = _hooks(kept)
-        scores, entropies = self._score(kept, parts, weights)
-        advantages, returns = self._advantages(kept, scores)
-        updates = [self._update(kept, part, scores, advantages, returns, hooks) for part in parts]
-        values = self._means(kept, scores, entropies, advantages, returns)
-        mask = np.concatenate([sample.loss_mask for sample in kept])
+        values = shape_rewards(samples, self.config)
+        parts = packing.split_updates(len(samples), self.config.train.global_batch_size or len(samples) or 1)
+        trained = [part for part in parts if any(any(samples[index].loss_mask) for index in part)]
+        if len(trained) < len(parts):
+            log.warning("%d of %d updates have no token to train: skipped", len(parts) - len(trained), len(parts))
+        if not trained:
+            return [], values | {"trained_tokens": 0.0, "row_tokens": 0.0}
+        single = self.on_policy and len(parts) == 1
+        hooks = _hooks(samples)
+        scores, entropies = self._score(samples, parts, weights, self.by_trainer and (not single or self.reads_old))
+        advantages, returns = self._advantages(samples, scores)
+        updates = [self._update(samples, part, scores, advantages, returns, hooks, single) for part in trained]
+        values |= self._means(samples, scores, entropies, advantages, returns)
+        mask = np.concatenate([sample.loss_mask for sample in samples])
         values |= {f"rollout/extra/{name}": masked_mean(np.concatenate(arrays), mask) for name, arrays in hooks.items()}
-        return updates, values | _row_metrics(kept, advantages, updates)
+        return updates, values | _row_metrics(samples, advantages, updates)
 
-    def _parts(self, samples: list[Sample]) -> list[Sequence[int]]:
-        """Indices of the samples of each update that has something to train."""
-        size = self.config.train.global_batch_size or len(samples) or 1
-        parts = packing.split_updates(len(samples), size)
-        kept = [part for part in parts if any(any(samples[index].loss_mask) for index in part)]
-        if len(kept) < len(parts):
-            log.warning("%d of %d updates have no token to train: skipped", len(parts) - len(kept), len(parts))
-        return kept
-
-    def _score(self, samples: list[Sample], parts: list[list[int]], weights: Weights):
+    def _score(self, samples: list[Sample], parts: Sequence[Sequence[int]], weights: Weights, old: bool):
         """(scores, entropies or None): one pass of each model that something needs, in the updates' own shapes, so
         that nothing more compiles."""
         wanted: dict[str, Callable[[PackedBatch], Any]] = {}
-        if self.scores_old:
+        if old:
             wanted["old_logprobs"] = lambda batch: self.trainer.score(weights.policy, batch)
         if weights.reference is not None:
             wanted["ref_logprobs"] = lambda batch: self.trainer.score(weights.reference, batch)[0]
@@ -129,13 +125,13 @@ class Experience:
             items = [_item(samples[index]) for index in part]
             batches = packing.pack(items, **self.shapes)
             outputs = sharding.to_host([{name: score(batch) for name, score in wanted.items()} for batch in batches])
-            if self.scores_old:
+            if old:
                 for one in outputs:
                     one["old_logprobs"], one["entropy"] = one["old_logprobs"]
             for name in outputs[0]:
                 values = packing.unpack(batches, [one[name] for one in outputs], items)
                 found.setdefault(name, []).extend(values)
-        if not self.scores_old and self.config.algo.old_logprobs == "rollout":
+        if self.config.algo.old_logprobs == "rollout":
             found["old_logprobs"] = [np.asarray(sample.logprobs, np.float32) for sample in samples]
         entropies = found.pop("entropy", None)
         rows = [dict(zip(found, values)) for values in zip(*found.values())] or [{}] * len(samples)
@@ -146,8 +142,11 @@ class Experience:
         algo = self.config.algo
         advantages = algorithms.estimate(self.estimator, samples, algo, scores)
         returns = None
-        if self.critic is not None:
+        if self.critic is not None and algo.advantage_estimator == "ppo":
             returns = [one + score.need("values") for one, score in zip(advantages, scores, strict=True)]
+        elif self.critic is not None:  # an estimator without the values as baseline: what was really earned
+            rewards, kl = [sample.reward for sample in samples], algorithms.token_kl(samples, algo, scores)
+            returns = algorithms.over_tokens(_returns, samples, rewards, kl, kl_coef=algo.kl_coef, gamma=algo.gamma)[0]
         if algo.opd_kl_coef > 0:
             advantages = [
                 one - algo.opd_kl_coef * np.where(np.asarray(sample.loss_mask) > 0, score.need("old_logprobs")
@@ -158,7 +157,7 @@ class Experience:
             advantages = algorithms.over_tokens(_whiten, samples, advantages)[0]
         return advantages, returns
 
-    def _update(self, samples, part, scores, advantages, returns, hooks) -> Update:
+    def _update(self, samples, part, scores, advantages, returns, hooks, single) -> Update:
         """The packed micro-batches of the samples `part`."""
         members = [samples[index] for index in part]
         items = []
@@ -171,7 +170,7 @@ class Experience:
         if returns is not None:
             explained = explained_variance([scores[i].values for i in part], [returns[i] for i in part],
                                            [samples[i].loss_mask for i in part])
-        return Update(packing.pack(items, **self.shapes), explained)
+        return Update(packing.pack(items, **self.shapes), single, explained)
 
     def _loss_weights(self, samples: list[Sample]) -> Arrays:
         algo = self.config.algo
@@ -183,26 +182,32 @@ class Experience:
         if [len(one) for one in weights] != [len(mask) for mask in masks]:
             raise ValueError(f"algo.loss_aggregation {algo.loss_aggregation} returned weights of lengths "
                              f"{[len(one) for one in weights][:8]} for masks of {[len(mask) for mask in masks][:8]}")
+        if not all(np.isfinite(one).all() for one in weights):
+            raise ValueError(f"algo.loss_aggregation {algo.loss_aggregation} returned a weight that is not finite")
         return [np.where(np.asarray(mask) > 0, one, 0.0) for mask, one in zip(masks, weights, strict=True)]
 
     def _means(self, samples, scores, entropies, advantages, returns) -> dict[str, float]:
         """`rollout/` metrics: means over trained tokens."""
-        old = [one.old_logprobs for one in scores]
+        algo, old = self.config.algo, [one.old_logprobs for one in scores]
         found = {
-            "log_probs": old if self.scores_old else None, "ref_log_probs": [one.ref_logprobs for one in scores],
+            "log_probs": old if self.by_trainer else None, "ref_log_probs": [one.ref_logprobs for one in scores],
             "teacher_log_probs": [one.teacher_logprobs for one in scores], "values": [one.values for one in scores],
             "entropy": entropies, "returns": returns, "advantages": advantages,
         }
         found = {name: arrays for name, arrays in found.items() if arrays is not None and arrays[0] is not None}
         if old[0] is not None and "ref_log_probs" in found:
             found["kl"] = algorithms.over_tokens(algorithms.kl_estimate, samples, old, found["ref_log_probs"],
-                                                 kind=self.config.algo.kl_loss_type)[0]
+                                                 kind=algo.kl_reward_type if algo.kl_coef else algo.kl_loss_type)[0]
         mask = np.concatenate([sample.loss_mask for sample in samples])
         return {f"rollout/{name}": masked_mean(np.concatenate(arrays), mask) for name, arrays in found.items()}
 
 
 def _whiten(mask: jax.Array, advantages: jax.Array) -> tuple[jax.Array]:
     return (formulas.whiten(advantages, mask),)
+
+
+def _returns(mask: jax.Array, rewards: jax.Array, kl: jax.Array, kl_coef: float, gamma: float) -> tuple[jax.Array]:
+    return (formulas.discounted_returns(formulas.token_rewards(rewards, kl, mask, kl_coef), mask, gamma),)
 
 
 def explained_variance(values: Arrays, returns: Arrays, masks: Sequence[Sequence[int]]) -> float | None:

@@ -188,6 +188,6 @@ def prepare(groups: Sequence[Group], version: int, max_version_lag: int, mask_ol
             if max_version_lag and sample.versions and version - min(sample.versions) > max_version_lag:
                 restart(sample)
                 again += 1
-            if mask_old and sample.status == ABORTED:
-                sample.loss_mask = [0] * len(sample.loss_mask)
+            if mask_old:
+                sample.loss_mask = [mask * (one >= version) for mask, one in zip(sample.loss_mask, sample.versions)]
     return again

@@ -24,8 +24,10 @@ PostProcess = Callable[[list[Sample]], None]
 class Harvest:
     """Gives each rollout's samples, drawn or from a file."""
 
-    def __init__(self, config: ConfigDict, prompts: Prompts, rollout: Rollout, sampling: SamplingParams):
+    def __init__(self, config: ConfigDict, prompts: Prompts, rollout: Rollout, sampling: SamplingParams,
+                 vocab_size: int):
         """Reads the `rollout` and `debug` knobs; ValueError for a filter that does not exist."""
+        self.vocab_size = vocab_size
         self.config, self.prompts, self.rollout, self.sampling = config, prompts, rollout, sampling
         knobs = config.rollout
         names = ("dynamic_filter", "sample_filter", "buffer_filter")
@@ -39,7 +41,7 @@ class Harvest:
         """Samples of rollout `number` (from 0), drawn by the sampler's weights `params`, and `rollout/` metrics."""
         debug = self.config.debug
         if debug.load_rollouts:
-            samples, values = load(_file(pathlib.Path(debug.load_rollouts), number)), {}
+            samples, values = load(_file(pathlib.Path(debug.load_rollouts), number), self.vocab_size), {}
         elif self.supervised:
             samples = [one for group in self.prompts.take(self.config.rollout.batch_size) for one in group]
             from_labels(samples, self.rollout.tokenizer)
@@ -115,24 +117,35 @@ def _file(folder: pathlib.Path, number: int) -> pathlib.Path:
 def save(file: pathlib.Path, samples: Sequence[Sample]) -> None:
     """One JSON object a line with every field of a sample."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(sample.to_json(), ensure_ascii=False) + "\n" for sample in samples]
+    lines = [json.dumps(sample.to_json()) + "\n" for sample in samples]
     file.write_text("".join(lines), encoding="utf-8")
 
 
-def load(file: pathlib.Path) -> list[Sample]:
+def load(file: pathlib.Path, vocab_size: int) -> list[Sample]:
     """The samples that `save` wrote, equal in every field; OSError where the file cannot be read, ValueError naming
     file and line for what is no sample."""
     samples = []
     for place, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:
-            samples.append(Sample(**_fields(json.loads(line))))
-            samples[-1].check()
+            samples.append(_sample(json.loads(line), vocab_size))
         except (TypeError, ValueError) as error:
             raise ValueError(f"debug.load_rollouts: {file}, line {place}: no sample: {error}") from error
     return samples
 
 
-def _fields(record: Any) -> dict[str, Any]:
+def _sample(record: Any, vocab_size: int) -> Sample:
+    """A record as a sample; ValueError or TypeError for what cannot be trained on."""
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, got {type(record).__name__}")
-    return record
+    sample = Sample(**record)
+    sample.check()
+    for name in ("prompt_tokens", "response_tokens"):
+        if bad := [t for t in getattr(sample, name) if type(t) is not int or not 0 <= t < vocab_size]:
+            raise ValueError(f"{name} has {bad[0]!r}, and the model has {vocab_size} tokens")
+    if not sample.prompt_tokens:
+        raise ValueError("prompt_tokens is empty")
+    if sample.reward is not None and type(sample.reward) not in (int, float):
+        raise ValueError(f"reward is {sample.reward!r}, which is neither a number nor null")
+    if bad := [x for x in sample.logprobs if x is not None and type(x) not in (int, float)]:
+        raise ValueError(f"logprobs has {bad[0]!r}, which is neither a number nor null")
+    return sample

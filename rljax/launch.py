@@ -18,6 +18,7 @@ import pathlib
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -83,11 +84,21 @@ def run(config: ConfigDict, name: str) -> int:
             training.run()
         except loop.NonFinite as error:
             return _fail(error, 1)
+        except ValueError as error:
+            if not _ours(error):
+                raise  # of the user's function: its author needs the stack
+            return _fail(error, 1)
         except OSError as error:
             return _fail(f"{error}; once that is mended, the same command with "
                          f"--config.log.dir={training.run_dir} goes on", 1)
         _closing(config, name, training, time.monotonic() - started)
     return 0
+
+
+def _ours(error: BaseException) -> bool:
+    """Whether the error was raised by this package, so that its message says all."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return pathlib.Path(last).is_relative_to(pathlib.Path(__file__).parent)
 
 
 def prepare(config: ConfigDict, name: str, stack: contextlib.ExitStack, stopping: Callable[[], bool]) -> Loop:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rljax import assemble, checkpoint, critic, evaluation, hub, models
+from rljax import assemble, critic, evaluation, hub, models, weights
 from rljax.checkpoint import Checkpoints
 from rljax.experience import Experience, Update, Weights
 from rljax.gather import Prompts
@@ -55,17 +55,17 @@ class Loop:
         self.rollout = Rollout(parts.scheduler, parts.tokenizer, pool, self.timers, stopping, parts.post_process,
                                config.reward.group)
         self.supervised = config.algo.advantage_estimator == "sft"
-        self.on_policy = parts.updates_per_rollout == 1 and config.algo.old_logprobs == "trainer"
+        on_policy = parts.updates_per_rollout == 1 and config.algo.old_logprobs == "trainer"
         self.experience = Experience(config, self.trainer, parts.estimator, token_weights=parts.token_weights,
-                                     critic=parts.critic, teacher=parts.teacher, on_policy=self.on_policy,
+                                     critic=parts.critic, teacher=parts.teacher, on_policy=on_policy,
                                      shapes=assemble.pack_shapes(config, self.trainer))
         self.checkpoints = Checkpoints(assemble.checkpoint_dir(config, run_dir), keep=config.checkpoint.keep,
                                        async_save=config.checkpoint.async_save)
         self.prompts = Prompts(parts.source, config.rollout.n_samples_per_prompt)
-        self.harvest = Harvest(config, self.prompts, self.rollout, parts.sampling)
+        self.harvest = Harvest(config, self.prompts, self.rollout, parts.sampling, self.trainer.cfg.vocab_size)
         self.progress = Progress(prompts=self.prompts.state())
         self.state, self.critic, self.reference = self._start(start)
-        self.teacher = assemble.teacher_params(config, parts)
+        self.teacher = weights.teacher_params(config, parts)
         self.draws = not self.supervised and not config.debug.train_only  # whether the sampler has work to do
         self.weights = parts.engine.weights(self.state.params) if self.draws else None
         c = config.log
@@ -79,21 +79,16 @@ class Loop:
         """(policy, critic, reference): fresh, or those of the checkpoint `start`, with `progress` beside them."""
         parts, config = self.parts, self.config
         if start is None:
-            critic_state = parts.critic and assemble.critic_state(config, parts)
-            reference = assemble.reference_params(config, self.trainer) if parts.needs_reference else None
-            return self.trainer.init(assemble.initial_params(config, self.trainer)), critic_state, reference
-        shapes, shardings = assemble.checkpoint_trees(config, parts)
-        tree, host = checkpoint.restore(start, shapes, shardings)
-        del host["config"]
-        self.progress = Progress(**host)
-        if start.parent.absolute() != self.checkpoints.directory:  # a new run, with a record of its own
+            state = self.trainer.init(weights.initial_params(config, self.trainer))
+            return state, weights.critic_state(config, parts), weights.reference_params(config, parts)
+        own = start.parent.absolute() == self.checkpoints.directory
+        tree, host = (weights.restored if own else weights.adopted)(config, parts, start)
+        self.progress = Progress(**{key: value for key, value in host.items() if key != "config"})
+        if not own:  # a new run, with a record of its own
             self.progress = dataclasses.replace(self.progress, record={}, evaluated=-1, exported=-1)
         self.prompts.restore(self.progress.prompts)
         log.info("going on after %d rollouts from %s", self.progress.rollouts, start)
-        reference = tree.get("reference")
-        if reference is None and parts.needs_reference:
-            reference = assemble.reference_params(config, self.trainer)
-        return tree["policy"], tree.get("critic"), reference
+        return tree["policy"], tree.get("critic"), tree.get("reference")
 
     @property
     def finished(self) -> bool:
@@ -142,8 +137,8 @@ class Loop:
                         self.progress.rollouts + 1, len(samples))
         with self.timers("score_time"):
             critic_params = self.critic and self.critic.params
-            weights = Weights(self.state.params, self.reference, self.teacher, critic_params)
-            updates, found = self.experience.make(scored, weights)
+            by = Weights(self.state.params, self.reference, self.teacher, critic_params)
+            updates, found = self.experience.make(scored, by)
         with self.timers("train_time"):
             for update in updates:
                 self._update(update)
@@ -162,7 +157,7 @@ class Loop:
             if update.explained_variance is not None:
                 sums["explained_variance"] = update.explained_variance
         if self.critic is None or self.progress.rollouts >= self.config.algo.num_critic_only_steps:
-            self.state, sums["policy"] = self.trainer.step(self.state, update.batches, on_policy=self.on_policy)
+            self.state, sums["policy"] = self.trainer.step(self.state, update.batches, on_policy=update.on_policy)
         self.progress.updates += 1
         self.pending.push("train", self.progress.updates, sums)
 
@@ -228,8 +223,8 @@ class Loop:
         done = self.progress.rollouts
         if not self.parts.eval_sets or self.progress.evaluated == done or self.config.debug.train_only:
             return
-        weights = self.parts.engine.weights(self.state.params) if self.weights is None else self.weights
-        values = evaluation.evaluate(self.rollout, weights, self.parts.eval_sets, done,
+        drawing = self.parts.engine.weights(self.state.params) if self.weights is None else self.weights
+        values = evaluation.evaluate(self.rollout, drawing, self.parts.eval_sets, done,
                                    self.run_dir / "eval")
         self.record.log("eval", done, values)
         self.progress.evaluated = done
@@ -249,9 +244,9 @@ class Loop:
             self.checkpoints.save(self.progress.rollouts, self._trees(), host)
 
     def _trees(self) -> dict[str, Any]:
-        """What a checkpoint holds of the devices (`assemble.checkpoint_trees`): a reference only where it moves."""
+        """What a checkpoint holds of the devices (`weights.checkpoint_trees`)."""
         trees = {"policy": self.state, "critic": self.critic}
-        if self.config.algo.ref_update_interval:
+        if weights.keeps_reference(self.config):
             trees["reference"] = self.reference
         return {name: tree for name, tree in trees.items() if tree is not None}
 

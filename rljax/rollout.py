@@ -90,7 +90,9 @@ class Rollout:
                     for request in self.scheduler.step(params):
                         sample = by_uid[request.uid]
                         self._finish(sample, request, version)
-                        gathering.ended(sample, self.pool, self.group_rewards)
+                        # A row that names a reward of its own is scored alone.
+                        together = self.group_rewards and not sample.metadata.get("rm_type")
+                        gathering.ended(sample, self.pool, together)
                     gathering.tick()
                     admit()
         finally:
@@ -137,7 +139,8 @@ def summarize(samples: Sequence[Sample]) -> dict[str, float]:
     scored = [s.reward for s in samples if s.reward is not None]
     if scored:
         values["raw_reward"] = np.mean(scored)
-    drawn = [x for s in samples if s.end_reason for x, m in zip(s.logprobs, s.loss_mask, strict=True) if m]
+    drawn = [x for s in samples if s.end_reason for x, m in zip(s.logprobs, s.loss_mask, strict=True)
+             if m and x is not None]
     if drawn:  # not in supervised training, whose responses are labels
         values["rollout_log_probs"] = np.mean(drawn)
     for part in sorted({name for s in samples for name in s.rewards}):

@@ -542,14 +542,17 @@ def test_a_mixture_keeps_its_shares_in_every_stretch_and_its_place(text, tmp_pat
     again.restore(place)
     assert [(s.label, s.prompt) for s in again.take(9)] == expected
     assert one.num_rows == 10 and one.largest_id > 0
-    with pytest.raises(ValueError, match="of 2 sources, data.prompt_data has 1"):
-        data.Mixture(one.sources[:1], [1.0]).restore(place)
+    for lone in (data.Mixture(one.sources[:1], [1.0]), one.sources[0]):
+        with pytest.raises(ValueError, match="of 2 sources, data.prompt_data has 1"):
+            lone.restore(place)
+    with pytest.raises(ValueError, match="of 1 sources, data.prompt_data has 2"):
+        one.restore(one.sources[0].state())
 
 
 def test_how_a_mixture_is_written():
     assert data.parse_mixture("a.jsonl") == [(1.0, "a.jsonl")]
     assert data.parse_mixture("0.7*a.jsonl@[:3] + b/*.parquet") == [(0.7, "a.jsonl@[:3]"), (1.0, "b/*.parquet")]
     assert data.parse_mixture("dir/x*y.jsonl") == [(1.0, "dir/x*y.jsonl")]
-    for bad in ("0*a.jsonl", "1*", "1.2.3*a + b"):
+    for bad in ("0*a.jsonl", "1*", "1.2.3*a + b", "1e400*a + b"):
         with pytest.raises(ValueError, match="weight above 0"):
             data.parse_mixture(bad)

@@ -39,7 +39,7 @@ OVERRIDES = '{"own": {"n_samples": 4, "temperature": 0.5, "max_response_len": 3,
 
 
 def test_sets_with_knobs_of_their_own(trained):
-    plain, own = (harvest.load(trained / "run" / "eval" / f"{name}-000002.jsonl") for name in ("plain", "own"))
+    plain, own = (harvest.load(trained / "run" / "eval" / f"{name}-000002.jsonl", 98) for name in ("plain", "own"))
     assert (len(plain), len(own)) == (4, 12) and max(len(sample.response_tokens) for sample in own) == 3
     assert {sample.reward for sample in own} <= {0.0, 1.0} and own[0].metadata["rm_type"] == "random"
     last = [row for row in runs.metrics(trained / "run") if "eval/step" in row][-1]
@@ -58,7 +58,7 @@ def test_alone_it_gives_what_the_run_recorded(trained, tmp_path, capsys, monkeyp
     # The run was on one device; on eight, a draw may flip.
     assert values["eval/own-truncated_ratio"] == pytest.approx(recorded["eval/own-truncated_ratio"], abs=0.5)
     assert json.loads((tmp_path / "metrics-000002.json").read_text()) == values
-    assert len(harvest.load(tmp_path / "own-000002.jsonl")) == 12
+    assert len(harvest.load(tmp_path / "own-000002.jsonl", 98)) == 12
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

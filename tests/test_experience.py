@@ -111,6 +111,14 @@ def test_critic_values_returns_and_explained_variance():
     assert values["rollout/values"] == pytest.approx(np.concatenate(old).mean(), rel=1e-5)
 
 
+def test_a_critic_beside_another_estimator_learns_what_was_earned():
+    rows = samples()
+    updates, _ = make(rows, Weights(10.0, critic=0.01), "grpo", critic=Fake(), algo__critic=True, algo__gamma=0.5)
+    for row, target in zip(rows, per_sample(rows, updates, "returns")):
+        size = len(row.response_tokens)
+        np.testing.assert_allclose(target, row.reward * 0.5 ** np.arange(size)[::-1], rtol=1e-6)
+
+
 def test_explained_variance_by_hand():
     values, returns = [np.array([0.0, 1]), np.array([2.0, 9])], [np.array([0.0, 1]), np.array([2.0, 0])]
     assert experience.explained_variance(values, returns, [[1, 1], [1, 0]]) == 1
@@ -193,6 +201,12 @@ def test_an_update_with_nothing_to_train_is_left_out(caplog):
         row.loss_mask = [0] * len(row.loss_mask)
     updates, _ = make(rows, train__global_batch_size=2)
     assert len(updates) == 2 and "1 of 3 updates have no token to train" in caplog.text
+    rows = samples()
+    rows[0].status = rows[1].status = TRUNCATED  # they count in the baseline though their update is left out
+    for row in rows:
+        row.group = 0
+    updates, _ = make(rows, train__global_batch_size=2, algo__mask_truncated=True, algo__normalize_std=False)
+    assert len(updates) == 2 and updates[0].batches[0].advantages.min() == -0.5
     for row in rows:
         row.loss_mask = [0] * len(row.loss_mask)
     assert make(rows)[0] == [] and make([])[0] == []

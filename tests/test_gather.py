@@ -150,7 +150,7 @@ def test_interrupted_samples_go_on_or_start_again():
     interrupt([group], True)
     assert [sample.status for sample in group] == [ABORTED, PENDING, COMPLETED]
     assert prepare([group], 3, 1, True) == 0
-    assert [sample.loss_mask for sample in group] == [[0, 0], [], [1]]
+    assert [sample.loss_mask for sample in group] == [[0, 0], [], [0]]  # a finished one too
     assert prepare([group], 4, 1, False) == 2  # both are two versions old now
     assert [(sample.status, sample.response_tokens, sample.reward) for sample in group] == [(PENDING, [], None)] * 3
     assert [sample.uid for sample in group] == [9, 10, 11] and group[0].prompt_tokens == [5]

@@ -167,13 +167,16 @@ def test_files_that_are_none(run, folder):
     with pytest.raises(ValueError, match="debug.load_rollouts = 'nowhere': holds no rollout"):
         run("bad", "debug.load_rollouts=nowhere", "debug.train_only=true")
     file = folder / "broken" / "rollout-000003.jsonl"
-    harvest.save(file, [Sample(uid=1, group=0, prompt="é\u2028")])
-    assert harvest.load(file) == [Sample(uid=1, group=0, prompt="é\u2028")]
+    harvest.save(file, [Sample(uid=1, group=0, prompt="é\u2028\ud83d", prompt_tokens=[3])])
+    assert harvest.load(file, 98) == [Sample(uid=1, group=0, prompt="é\u2028\ud83d", prompt_tokens=[3])]
     for line, named in (("{", "line 2"), ('{"uid": 1, "colour": 2}', "colour"), ("[]", "expected an object"),
-                        ('{"uid": 1, "group": 0, "response_tokens": [1]}', "logprobs has 0 entries")):
+                        ('{"uid": 1, "group": 0, "response_tokens": [1]}', "logprobs has 0 entries"),
+                        ('{"uid": 1, "group": 0}', "prompt_tokens is empty"),
+                        ('{"uid": 1, "group": 0, "prompt_tokens": [98]}', "has 98, and the model has 98"),
+                        ('{"uid": 1, "group": 0, "prompt_tokens": [9], "reward": "1"}', "reward is '1'")):
         file.write_text(file.read_text(encoding="utf-8").split("\n")[0] + f"\n{line}\n", encoding="utf-8")
         with pytest.raises(ValueError, match=named) as error:
-            harvest.load(file)
+            harvest.load(file, 98)
         assert str(file) in str(error.value)
     with pytest.raises(FileNotFoundError):
-        harvest.load(folder / "broken" / "rollout-000004.jsonl")
+        harvest.load(folder / "broken" / "rollout-000004.jsonl", 98)

@@ -40,7 +40,7 @@ FLOORS = [
     (3, "checkpoint.py"),
     (4, "rollout.py", "gather.py", "harvest.py"),
     (4, "experience.py"),
-    (5, "evaluation.py", "assemble.py", "checks.py"),
+    (5, "evaluation.py", "assemble.py", "checks.py", "weights.py"),
     (6, "loop.py"),
     (7, "launch.py", "evaluate.py", "report.py"),
 ]

@@ -31,7 +31,8 @@ def run(tmp_path, name, *changes):
         devices = jax.devices()[:1]
         patch.setattr(jax, "devices", lambda *args: devices)
         with assemble.reward_pool(config) as pool:
-            training = loop.Loop(config, tmp_path, assemble.build(config), pool, lambda: False, None)
+            start = assemble.starting_checkpoint(config, tmp_path)
+            training = loop.Loop(config, tmp_path, assemble.build(config), pool, lambda: False, start)
             training.run()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for row in rows:

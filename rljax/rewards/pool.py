@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rljax.rewards import worker as protocol
@@ -58,7 +59,7 @@ class _Worker:
         self.socket, theirs = socket.socketpair()
         with theirs:
             path = sys.path if os.getcwd() in sys.path or "" in sys.path else [*sys.path, os.getcwd()]
-            arguments = (theirs.fileno(), pool.function, pool.key, pool.memory_mb, os.getpid())
+            arguments = (theirs.fileno(), (pool.function, *pool.also), pool.key, pool.memory_mb, os.getpid())
             code = f"import sys; sys.path[:] = {path!r}; from rljax.rewards import worker; worker.main(*{arguments!r})"
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -131,7 +132,7 @@ class RewardPool:
     workers 0 = the CPU count, at most 8; timeout_s counts from when a worker begins a sample; memory_mb limits each
     worker's data (heap and anonymous maps); fallback is the score of a sample whose function raised, hung, returned
     no finite number or killed its worker; key names the part of a dict result that trains; url is that of the reward
-    `remote`. ValueError where no worker
+    `remote`; also names rewards that rows ask for by their `rm_type`, so that a bad name is found at once. ValueError where no worker
     can start: an unknown function, an import that fails, a limit below what the imports need.
 
     Counters: `errors` (fallbacks for another reason than time), `timeouts`, `restarts` (workers replaced).
@@ -147,6 +148,7 @@ class RewardPool:
         fallback: float = 0.0,
         key: str = "reward",
         url: str = "",
+        also: Sequence[str] = (),
     ) -> None:
         for name, value in (("timeout_s", timeout_s), ("memory_mb", memory_mb)):
             if not value > 0:
@@ -154,7 +156,7 @@ class RewardPool:
         if workers < 0:
             raise ValueError(f"reward.workers is {workers}, but must be 0 (auto) or more")
         self.function, self.timeout_s, self.memory_mb, self.key = function, timeout_s, memory_mb, key
-        self.fallback, self.url = float(fallback), url
+        self.fallback, self.url, self.also = float(fallback), url, tuple(also)
         self.size = workers or min(os.cpu_count() or 1, 8)
         self.errors = self.timeouts = self.restarts = 0
         self._reasons: collections.Counter[str] = collections.Counter()  # of fallbacks; not every one is logged
@@ -325,7 +327,7 @@ class RewardPool:
             found = content[0]
             task.future.set_result(RewardResult(*found) if task.size is None else [RewardResult(*one) for one in found])
             return False
-        self.errors += 1
+        self.errors += task.size or 1
         self._fall_back(task, content[0])
         if kind == protocol.SPOILED:
             self._replace(one)
@@ -338,8 +340,9 @@ class RewardPool:
             if one not in self._workers or self._deadline(one) > time.monotonic():
                 continue
             if one.ready:
-                self.timeouts += 1
-                self._fall_back(one.tasks.popleft(), f"no result within {self.timeout_s:g} s")
+                task = one.tasks.popleft()
+                self.timeouts += task.size or 1
+                self._fall_back(task, f"no result within {self.timeout_s:g} s")
                 self._replace(one)
             else:
                 self._remove(one)
@@ -374,7 +377,7 @@ class RewardPool:
             return self._no_start(reason)
         self.restarts += 1
         if task is not None:
-            self.errors += 1
+            self.errors += task.size or 1
             self._fall_back(task, reason)
         return None
 
@@ -386,5 +389,5 @@ class RewardPool:
             return
         log.warning("a reward worker cannot start: %s", reason)
         while self._waiting and not self._workers:
-            self.errors += 1
+            self.errors += self._waiting[0].size or 1
             self._fall_back(self._waiting.popleft(), "no worker is left and none can start")

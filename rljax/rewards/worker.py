@@ -64,14 +64,15 @@ def _number(value: Any, what: str) -> float | None:
     return float(value)
 
 
-def main(descriptor: int, name: str, key: str, memory_mb: int, parent: int) -> None:
-    """Serve the socket `descriptor` with the reward `name`; never returns while the parent lives."""
+def main(descriptor: int, names: tuple[str, ...], key: str, memory_mb: int, parent: int) -> None:
+    """Serve the socket `descriptor` with the first reward of `names`, the others being there for rows that ask for
+    them; never returns while the parent lives."""
     _die_with(parent)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
     os.set_inheritable(descriptor, False)  # a process that the user's function starts must not hold the socket open
     with socket.socket(fileno=descriptor) as connection:
         try:
-            function = rewards.find(name)
+            function = [_by_type(name) for name in names][0]
         except ValueError as error:
             connection.sendall(frame((UNUSABLE, str(error))))
             return

@@ -85,7 +85,7 @@ def draw_again(run: pathlib.Path, step: int) -> list[tuple[float | None, float]]
 
 def worker(run: pathlib.Path, step: int, out: pathlib.Path) -> None:
     """In a process of its own: evaluate the exported weights as the run did, with the same seeds."""
-    from rljax import assemble
+    from rljax import assemble, weights as start
     from rljax import config as configs
     from rljax.algorithms import dcpo
     from rljax.metrics import Timers
@@ -94,7 +94,7 @@ def worker(run: pathlib.Path, step: int, out: pathlib.Path) -> None:
     config = configs.load(str(run / "config.json"), [f"model.path={run / 'hf' / str(step)}"])
     with assemble.reward_pool(config) as pool:
         parts = assemble.build(config)
-        weights = parts.engine.weights(assemble.initial_params(config, parts.trainer))
+        weights = parts.engine.weights(start.initial_params(config, parts.trainer))
         samples = parts.eval_sets[0].samples()
         rollout = Rollout(parts.scheduler, parts.tokenizer, pool, Timers())
         rollout.collect(weights, samples, parts.eval_sets[0].sampling, 0)
