@@ -64,6 +64,9 @@ def slow(sample):
 def too_short(samples, algo, scores):
     return [np.zeros(1, np.float32) for s in samples]
 
+def broken(samples, algo, scores):
+    raise ValueError("of my own")
+
 number = 3
 """
 

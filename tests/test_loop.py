@@ -154,12 +154,16 @@ def test_stopped_at_every_stage(folder, in_process, caplog):
     assert before == (weights[1].stat().st_mtime_ns, (folder / "stages" / "metrics.jsonl").stat().st_size)
 
 
-def test_a_broken_estimator_keeps_its_traceback(folder, monkeypatch):
+def test_a_broken_estimator(folder, monkeypatch, capsys):
+    """What the package finds wrong with its result is one line; what it raises itself keeps its stack."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
-    with pytest.raises(ValueError, match=r"returned shape \(1,\) for sample"):
-        launch.main(["--config=small.py", "--config.log.dir=own", "--config.eval.before_train=false",
-                     "--config.algo.advantage_estimator=plugin:too_short"])
+    arguments = ["--config=small.py", "--config.eval.before_train=false"]
+    assert launch.main([*arguments, "--config.log.dir=own", "--config.algo.advantage_estimator=plugin:too_short"]) == 1
+    err = capsys.readouterr().err
+    assert "error: algo.advantage_estimator returned shape (1,) for sample" in err and "Traceback" not in err
+    with pytest.raises(ValueError, match="of my own"):
+        launch.main([*arguments, "--config.log.dir=own2", "--config.algo.advantage_estimator=plugin:broken"])
 
 
 @pytest.mark.slow
