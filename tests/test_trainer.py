@@ -104,7 +104,7 @@ def steps(one, layouts):
     return found
 
 
-def assert_same_training(found, expected):
+def assert_same_training(found, expected, limit=1e-3):
     for (metrics, updates), (metrics_0, updates_0) in zip(found, expected, strict=True):
         assert metrics.keys() == metrics_0.keys()
         sums = {"train/loss", "train/grad_norm", "train/pg_loss", "train/kl_loss", "train/entropy_loss"}
@@ -112,7 +112,7 @@ def assert_same_training(found, expected):
             tight = {"rel": 1e-5} if name in sums else {"rel": 1e-4, "abs": 1e-6}
             assert metrics[name] == pytest.approx(metrics_0[name], **tight), name
         for (path, one), other in zip(jax.tree.leaves_with_path(updates), jax.tree.leaves(updates_0), strict=True):
-            assert np.linalg.norm(one - other) <= 1e-3 * np.linalg.norm(other), path
+            assert np.linalg.norm(one - other) <= limit * np.linalg.norm(other), path
             assert np.linalg.norm(other) > 0, path
 
 
@@ -141,7 +141,8 @@ def test_eight_devices_packed_or_not():
 def test_every_surrogate_and_correction_on_eight_devices(kind):
     loss = dataclasses.replace(test_surrogates.KINDS[kind], vocab_chunk=20)
     layouts = [packed(samples(), shards=4), one_per_row(samples(step=1)), one_per_row(samples(step=2)[::-1])]
-    assert_same_training(steps(trainer(BASE, loss, (2, 2, 2)), layouts), reference(BASE, loss))
+    # Adam's first update is near +-lr also where terms cancel to a gradient of 1e-9, whose sign is that of rounding.
+    assert_same_training(steps(trainer(BASE, loss, (2, 2, 2)), layouts), reference(BASE, loss), limit=3e-3)
 
 
 def test_eight_devices_with_heads_that_they_do_not_divide_and_remat():
