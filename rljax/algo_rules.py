@@ -29,7 +29,7 @@ def one_of(name: str, value: str, known: tuple[str, ...], path: bool = False) ->
     """`value` is a known name, or with `path` also of the form package.module:function."""
     more = " or package.module:function" if path else ""
     if value not in known and not (path and FUNCTION_PATH.fullmatch(value)):
-        raise ValueError(f"{name} = {value!r}: expected {', '.join(known)}{more}")
+        raise ValueError(f"{name} = {value!r}: expected {', '.join(one or 'nothing' for one in known)}{more}")
 
 
 def check_algo(config: ConfigDict) -> None:

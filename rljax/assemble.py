@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -215,7 +216,7 @@ def prompt_source(config: ConfigDict, tok: tokenizer.Tokenizer, path: str, *, sh
 def eval_set(config: ConfigDict, tok: tokenizer.Tokenizer, entry: str) -> EvalSet:
     """One entry `name=path` of eval.data, with its eval.overrides; knobs of -1 are the rollout's."""
     name, _, path = entry.partition("=")
-    config = ConfigDict(config)
+    config = copy.deepcopy(config)  # ConfigDict(config) would share the sections
     own = json.loads(config.eval.overrides).get(name, {})
     for key, value in own.items():
         if key != "reward":

@@ -3,7 +3,8 @@
     python -m rljax.evaluate --config grpo_qwen.py --checkpoint runs/mine [--out FOLDER] [--config.SECTION.KEY=VALUE]
 
 evaluates the sets of eval.data under the newest checkpoint of a run (or one checkpoint's folder; without --checkpoint
-the weights of model.path), prints the metrics as JSON, and with --out writes them and every sample there.
+the weights of model.path), prints the metrics as JSON, and with --out writes them and every sample there. Without
+--config the config is that of the checkpoint's run.
 """
 
 from __future__ import annotations
@@ -31,14 +32,23 @@ def main(argv: list[str]) -> int:
         if len(rest) % 2 or not options.keys() <= {"--checkpoint", "--out"}:
             raise ValueError(f"unknown arguments {' '.join(rest)}; there are --config NAME, --checkpoint PATH, --out "
                              f"FOLDER and --config.SECTION.KEY=VALUE")
+        path = options.get("--checkpoint", "")
+        if path and not any(one.partition("=")[0] == "--config" for one in argv):
+            name = _own_config(pathlib.Path(path).expanduser()) or name
         config = configs.load(name, overrides)
         config.eval.interval = config.eval.interval or 1
-        values = _evaluate_alone(config, options.get("--checkpoint", ""), options.get("--out", ""))
+        values = _evaluate_alone(config, path, options.get("--out", ""))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(values, indent=1))
     return 0
+
+
+def _own_config(path: pathlib.Path) -> str | None:
+    """The config of the run that a checkpoint, or the folder of its run, belongs to."""
+    found = [folder / "config.json" for folder in (path, path.parent, path.parent.parent)]
+    return next((str(file) for file in found if file.is_file()), None)
 
 
 def _evaluate_alone(config: ConfigDict, path: str, out: str) -> dict[str, float]:

@@ -179,8 +179,9 @@ def _closing(config: ConfigDict, name: str, training: Loop, seconds: float) -> N
         rows.append(("to go on", f"the same command with --config.log.dir={run_dir}"))
     elif config.log.jsonl:
         python = os.path.relpath(sys.executable) if sys.executable.startswith(os.getcwd()) else "python"
-        rows.append(("another seed", f"{python} -m rljax.launch --config {name}.py "
-                                     f"--config.train.seed={config.train.seed + 1}"))
+        rows.append(("another seed", f"{python} -m rljax.launch --config {run_dir / 'config.json'} "
+                                     f"--config.log.dir={run_dir}-2 --config.train.seed={config.train.seed + 1} "
+                                     f"--config.data.seed={config.data.seed + 1}"))
         rows.append(("compare", f"{python} -m rljax.report {run_dir} ANOTHER --out runs/curves.png"))
     print(metrics.summary(rows))
 

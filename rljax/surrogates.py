@@ -68,7 +68,14 @@ def find(name: str) -> Surrogate:
     function = plugins.find("algo.surrogate", name, __name__, tuple(BUILT_IN), "")
 
     def with_prefix(loss: Any, batch: PackedBatch, logp: jax.Array) -> tuple[jax.Array, TokenMetrics]:
-        policy, metrics = function(loss, batch, logp)
+        found = function(loss, batch, logp)
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
+            raise ValueError(f"algo.surrogate {name} returned {type(found).__name__}: expected (token loss, dict)")
+        policy, metrics = found
+        for key, value in {"token loss": policy, **metrics}.items():
+            if jnp.shape(value) != logp.shape:
+                raise ValueError(f"algo.surrogate {name}: {key} has shape {jnp.shape(value)}, expected one number for "
+                                 f"each token, {logp.shape}")
         return policy, {f"extra/{key}": value for key, value in metrics.items()}
 
     return with_prefix

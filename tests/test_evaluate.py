@@ -59,6 +59,9 @@ def test_alone_it_gives_what_the_run_recorded(trained, tmp_path, capsys, monkeyp
     assert values["eval/own-truncated_ratio"] == pytest.approx(recorded["eval/own-truncated_ratio"], abs=0.5)
     assert json.loads((tmp_path / "metrics-000002.json").read_text()) == values
     assert len(harvest.load(tmp_path / "own-000002.jsonl", 98)) == 12
+    mesh = ["--config.mesh.data=8", "--config.mesh.fsdp=1", "--config.sampler.slots=16"]
+    assert evaluate.main(["--checkpoint", "run/checkpoints/2", *mesh]) == 0  # the run's own config
+    assert json.loads(capsys.readouterr().out) == values
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

@@ -31,9 +31,11 @@ eval/sums-maj@4 eval/sums/passrate/maj@4 rollout/dynamic_filter/drop_reward_std 
 rollout/buffer_filter/dropped rollout/buffered_groups rollout/restarted_samples rollout/offpolicy_tokens_frac
 rollout/max_version_lag train/missing_rollout_logprobs rollout/teacher_log_probs rollout/values
 rollout/returns rollout/extra/turns
-rollout/dcpo/confidence rollout/dcpo/calibration_error rollout/dcpo/brier rollout/dcpo/ece rollout/dcpo/missing_confidence
-train/tis train/tis_clipfrac train/tis_abs train/opsm_clipfrac train/extra/entropy_gap train/value_loss train/value_clipfrac
-train/critic_grad_norm train/critic_lr train/critic_nonfinite_skips train/explained_variance eval/sums/dcpo/ece
+rollout/dcpo/confidence rollout/dcpo/calibration_error rollout/dcpo/brier rollout/dcpo/ece
+rollout/dcpo/missing_confidence train/tis train/tis_clipfrac train/tis_abs train/opsm_clipfrac train/extra/entropy_gap
+train/value_loss train/value_clipfrac train/critic_grad_norm train/critic_lr train/critic_nonfinite_skips
+train/explained_variance
+eval/sums/dcpo/ece
 """.split()
 
 

@@ -218,6 +218,8 @@ def test_everything_masked_is_zero():
 def plugin(tmp_path, monkeypatch):
     text = ("def doubled(loss, batch, logp):\n"
             "    return -2 * batch.advantages * logp * batch.extras['entropy'], {'heat': batch.extras['entropy']}\n")
+    text += ("def summed(loss, batch, logp):\n    return -(logp * batch.advantages).sum(), {}\n"
+             "def lone(loss, batch, logp):\n    return -logp\n")
     (tmp_path / "own_surrogate.py").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -230,6 +232,15 @@ def test_a_surrogate_of_ones_own_sees_the_extras(plugin):
     assert np.asarray(gradient).any()
     entropies = np.concatenate([arrays["entropy"][mask] for mask, arrays, _ in recorded()[:2]])
     assert float(sums["mean/extra/heat"]) == pytest.approx(entropies.sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("summed", r"token loss has shape \(\), expected one number for each token, \(1, 32\)"),
+    ("lone", r"own_surrogate:lone returned .*Tracer: expected \(token loss, dict\)"),
+])  # fmt: skip
+def test_results_that_do_not_fit(plugin, name, words):
+    with pytest.raises(ValueError, match=words):
+        evaluate(dataclasses.replace(LOSS, surrogate=f"own_surrogate:{name}"), batch_of([0, 1]))
 
 
 @pytest.mark.parametrize("name", ["clipp", "own_surrogate:absent", "surrogates.py:clip"])
