@@ -121,6 +121,7 @@ class Loop:
         samples, values = self.harvest.next(self.weights, self.progress.rollouts)
         values |= {"rollout/reward_errors": self.pool.errors - counts[0],
                    "rollout/reward_timeouts": self.pool.timeouts - counts[1]}
+        self._check_rewards(samples, values["rollout/reward_errors"] + values["rollout/reward_timeouts"])
         values |= {f"rollout/{name}": value for name, value in summarize(samples).items()}
         if not self.config.debug.rollout_only:
             values |= self._train(samples)
@@ -128,6 +129,13 @@ class Loop:
         self.progress.rollouts += 1
         self.progress.prompts = self.prompts.state()
         return values
+
+    def _check_rewards(self, samples: list[Sample], failed: int) -> None:
+        """ValueError where every reward of a run's first rollout failed: the function, not the samples, is to blame."""
+        fallbacks = all(sample.reward == self.pool.fallback for sample in samples)
+        if self.progress.rollouts == 0 and samples and failed >= len(samples) and fallbacks:
+            raise ValueError(f"reward.type = {self.config.reward.type}: all {failed} rewards of the first rollout "
+                             f"failed, most with: {self.pool.worst}")
 
     def _train(self, samples: list[Sample]) -> dict[str, float]:
         """Stages 4 to 6."""

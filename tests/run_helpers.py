@@ -67,6 +67,9 @@ def too_short(samples, algo, scores):
 def broken(samples, algo, scores):
     raise ValueError("of my own")
 
+def never(sample):
+    return undefined
+
 number = 3
 """
 

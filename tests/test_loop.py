@@ -154,6 +154,13 @@ def test_stopped_at_every_stage(folder, in_process, caplog):
     assert before == (weights[1].stat().st_mtime_ns, (folder / "stages" / "metrics.jsonl").stat().st_size)
 
 
+def test_a_reward_that_never_works_ends_the_run(folder):
+    done = runs.launch(folder, "log.dir=never", "reward.type=plugin:never", "eval.before_train=false")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: reward.type = plugin:never: all 16 rewards of the first rollout failed" in done.stderr
+    assert "NameError" in done.stderr.splitlines()[-1]
+
+
 def test_a_broken_estimator(folder, monkeypatch, capsys):
     """What the package finds wrong with its result is one line; what it raises itself keeps its stack."""
     monkeypatch.chdir(folder)

@@ -179,6 +179,11 @@ class RewardPool:
             self.close()
             raise
 
+    @property
+    def worst(self) -> str:
+        """The most frequent reason of a fallback, "" without any."""
+        return self._reasons.most_common(1)[0][0] if self._reasons else ""
+
     def submit(self, sample: Sample) -> concurrent.futures.Future[RewardResult]:
         """Score one sample, which is copied now; `metadata["rm_type"]` may name another reward for it.
 
