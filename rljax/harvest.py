@@ -33,9 +33,16 @@ class Harvest:
         names = ("dynamic_filter", "sample_filter", "buffer_filter")
         self.filters = {name: filters.find(f"rollout.{name}", knobs[name]) for name in names if knobs[name]}
         self.supervised = config.algo.advantage_estimator == "sft"
-        folder = config.debug.load_rollouts
-        if folder and not any(pathlib.Path(folder).expanduser().glob(FILES.format("*"))):
-            raise ValueError(f"debug.load_rollouts = {folder!r}: holds no {FILES.format('*')}")
+
+    def check(self, first: int, end: int) -> None:
+        """ValueError where a rollout from `first` to below `end` is to be replayed and has no file."""
+        if not (folder := self.config.debug.load_rollouts):
+            return
+        missing = [number for number in range(first, end) if not _file(pathlib.Path(folder), number).is_file()]
+        if missing:
+            raise ValueError(f"debug.load_rollouts = {folder!r}: {len(missing)} of the run's {end - first} rollouts "
+                             f"have no file there, the first is {FILES.format(f'{missing[0]:06d}')}; set "
+                             f"rollout.num_rollouts to what there is")
 
     def next(self, params: Params | None, number: int) -> tuple[list[Sample], dict[str, float]]:
         """Samples of rollout `number` (from 0), drawn by the sampler's weights `params`, and `rollout/` metrics."""

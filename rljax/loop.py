@@ -65,6 +65,7 @@ class Loop:
         self.harvest = Harvest(config, self.prompts, self.rollout, parts.sampling, self.trainer.cfg.vocab_size)
         self.progress = Progress(prompts=self.prompts.state())
         self.state, self.critic, self.reference = self._start(start)
+        self.harvest.check(self.progress.rollouts, parts.num_rollouts)
         self.teacher = weights.teacher_params(config, parts)
         self.draws = not self.supervised and not config.debug.train_only  # whether the sampler has work to do
         self.weights = parts.engine.weights(self.state.params) if self.draws else None

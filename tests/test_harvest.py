@@ -164,7 +164,7 @@ def test_too_few_that_pass_are_trained_and_said(run, caplog):
 
 
 def test_files_that_are_none(run, folder):
-    with pytest.raises(ValueError, match="debug.load_rollouts = 'nowhere': holds no rollout"):
+    with pytest.raises(ValueError, match="'nowhere': 4 of the run's 4 rollouts have no file there, the first"):
         run("bad", "debug.load_rollouts=nowhere", "debug.train_only=true")
     file = folder / "broken" / "rollout-000003.jsonl"
     harvest.save(file, [Sample(uid=1, group=0, prompt="é\u2028\ud83d", prompt_tokens=[3])])
