@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from rljax import checks
+import pytest
+import run_helpers
+
+from rljax import checks, models, tokenizer
 from rljax import config as configs
 
 
@@ -18,3 +21,36 @@ def test_a_head_start_ends_before_the_run():
     checks.length(config, 4, 1)
     with pytest.raises(ValueError, match="algo.num_critic_only_steps = 3: must be below the run's 3 rollouts"):
         checks.length(config, 3, 1)
+
+
+def other_model(folder, characters, **changes):
+    """A folder with a character tokenizer and a config of the run helpers' model."""
+    tokenizer.character_tokenizer(characters, folder)
+    (folder / "config.json").write_text(json.dumps({**run_helpers.MODEL, **changes}), encoding="utf-8")
+    return folder
+
+
+def test_a_teacher_reads_the_same_tokens(tmp_path):
+    config = configs.get_config()
+    ours = other_model(tmp_path / "ours", "0123456789+=")
+    config.model.path, config.algo.opd_kl_coef = str(ours), 1.0
+    mine = tokenizer.load(ours)
+    config.model.teacher_path = str(other_model(tmp_path / "same", "0123456789+=", hidden_size=32))
+    checks.teacher(config, mine)  # of another size, which is the point
+    config.model.teacher_path = str(other_model(tmp_path / "other", "0123456789*="))
+    with pytest.raises(ValueError, match=r"model.teacher_path .*other.*: 14 and 14 tokens, the first .* is '[+*]'"):
+        checks.teacher(config, mine)
+    config.model.teacher_path = str(other_model(tmp_path / "narrow", "0123456789+=", vocab_size=13))
+    with pytest.raises(ValueError, match="vocab_size 13 has no row for token 13"):
+        checks.teacher(config, mine)
+
+
+def test_a_critic_is_of_the_policys_kind(tmp_path):
+    config = configs.get_config()
+    config.model.path = str(other_model(tmp_path / "ours", "01"))
+    config.model.critic_path = str(other_model(tmp_path / "other", "01", num_hidden_layers=2))
+    cfg = models.load_config(config.model.path)
+    with pytest.raises(ValueError, match="model.critic_path .* another kind of model .* num_layers is 2 there and 1"):
+        checks.critic(config, cfg)
+    config.model.critic_path = config.model.path
+    checks.critic(config, cfg)
