@@ -12,23 +12,15 @@ from rljax import config
 def get_config(variant=""):
     if variant not in ("", "dcpo", "grpo"):
         raise ValueError(f"dcpo_tiny.py has no variant {variant!r}; there are dcpo, which is the default, and grpo")
-    c = config.get_config()
+    c = config.load(config.CONFIGS / "quickstart.py")
     c.model.path = "runs/confidence/hf/256"
-    c.data.prompt_data = "builtin:sums/train.jsonl"
-    c.rollout.batch_size = 64
-    c.rollout.n_samples_per_prompt = 8
     c.rollout.num_rollouts = 60
     c.rollout.max_response_len = 24
-    c.sampler.prompt_buckets = (16,)
     c.sampler.length_buckets = (40,)
-    c.sampler.steps_per_dispatch = 8
     c.reward.type = "dcpo"
     c.algo.advantage_estimator = "dcpo"
-    c.optim.lr = 2e-4
-    c.train.global_batch_size = 256  # two updates per rollout
     c.train.max_tokens_per_device = 4096
     c.eval.interval = 5
-    c.eval.data = ("sums=builtin:sums/heldout.jsonl",)
     c.eval.n_samples = 4
     c.checkpoint.save_interval = 0
     c.checkpoint.save_hf_interval = 5  # as often as the evaluations, for tests/benchmarks/calibration.py
