@@ -32,6 +32,16 @@ def one_of(name: str, value: str, known: tuple[str, ...], path: bool = False) ->
         raise ValueError(f"{name} = {value!r}: expected {', '.join(one or 'nothing' for one in known)}{more}")
 
 
+def needs_critic(config: ConfigDict) -> bool:
+    """Whether a critic is trained: with ppo always."""
+    return config.algo.critic or config.algo.advantage_estimator == "ppo"
+
+
+def needs_reference(config: ConfigDict) -> bool:
+    """Whether a reference is scored: for a KL in the reward, in the loss or as a metric."""
+    return config.algo.kl_coef > 0 or config.algo.kl_loss_coef > 0 or config.algo.kl_metric
+
+
 def check_algo(config: ConfigDict) -> None:
     """The loss and its parts."""
     algo, count = config.algo, config.rollout.n_samples_per_prompt
@@ -76,11 +86,11 @@ def _check_models(config: ConfigDict) -> None:
         f"algo.kl_coef = {algo.kl_coef} and algo.kl_loss_coef = {algo.kl_loss_coef}: only one of them may be above 0",
     )
     require(
-        algo.ref_update_interval == 0 or algo.kl_coef > 0 or algo.kl_loss_coef > 0 or algo.kl_metric,
+        algo.ref_update_interval == 0 or needs_reference(config),
         f"algo.ref_update_interval = {algo.ref_update_interval}, but kl_coef and kl_loss_coef are 0 and kl_metric is "
         f"false: there is no reference",
     )
-    critic = algo.critic or algo.advantage_estimator == "ppo"
+    critic = needs_critic(config)
     require(
         critic or not model.critic_path,
         f"model.critic_path = {model.critic_path!r}, but algo.advantage_estimator = {algo.advantage_estimator} trains "

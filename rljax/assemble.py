@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from rljax import algorithms, checkpoint, checks, models, packing, plugins, sharding, tokenizer
+from rljax import algorithms, checkpoint, checks, models, packing, plugins, sharding, surrogates, tokenizer
 from rljax import config as configs
+from rljax.algo_rules import needs_critic, needs_reference
 from rljax.config_rules import max_prompt_len, row_buckets
 from rljax.critic import Critic
 from rljax.data import Mixture, PromptSource, parse_mixture
@@ -33,7 +34,6 @@ from rljax.sample import Sample, SamplingParams
 from rljax.sampler.engine import Engine, EngineConfig
 from rljax.sampler.scheduler import Scheduler
 from rljax.trainer import Scorer, Trainer
-from rljax.types import Params, TrainState
 
 log = logging.getLogger(__name__)
 MOST_SLOTS = 512
@@ -73,6 +73,7 @@ class Parts:
 def build(config: ConfigDict) -> Parts:
     """All parts but weights and reward workers; reads data and tokenizer first, so bad input is found here."""
     algo, estimator = config.algo, algorithms.find(config.algo.advantage_estimator)
+    surrogates.find(algo.surrogate)  # the loss looks it up again while it is traced, after the first rollout
     cfg = models.load_config(config.model.path)
     checks.reference(config, cfg)
     checks.critic(config, cfg)
@@ -107,14 +108,9 @@ def build(config: ConfigDict) -> Parts:
     scheduler = Scheduler(engine, functools.partial(tokenizer.find_stop, tok))
     return Parts(
         tok, mesh, trainer, critic, teacher, engine, scheduler, source, eval_sets, sampling, estimator,
-        token_weights(config), post_process(config), loss.needs_reference or algo.kl_coef > 0, num_rollouts, updates,
+        token_weights(config), post_process(config), needs_reference(config), num_rollouts, updates,
         flops_per_token(cfg), peak_flops(jax.devices()[0].device_kind),
     )
-
-
-def needs_critic(config: ConfigDict) -> bool:
-    """Whether a critic is trained: with ppo always."""
-    return config.algo.critic or config.algo.advantage_estimator == "ppo"
 
 
 def token_weights(config: ConfigDict) -> TokenWeights | None:

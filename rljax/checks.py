@@ -68,7 +68,7 @@ def reference(config: ConfigDict, cfg: ModelConfig) -> None:
 
 
 def critic(config: ConfigDict, cfg: ModelConfig) -> None:
-    """ValueError where model.critic_path is a model of another kind than the policy, or is there for nothing."""
+    """ValueError where model.critic_path is a model of another kind than the policy."""
     if config.model.critic_path:
         _same_kind("model.critic_path", config.model.critic_path, config, cfg)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -18,7 +18,6 @@ from rljax.types import Params
 
 log = logging.getLogger(__name__)
 FILES = "rollout-{}.jsonl"
-PostProcess = Callable[[list[Sample]], None]
 
 
 class Harvest:

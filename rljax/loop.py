@@ -234,7 +234,7 @@ class Loop:
             return
         drawing = self.parts.engine.weights(self.state.params) if self.weights is None else self.weights
         values = evaluation.evaluate(self.rollout, drawing, self.parts.eval_sets, done,
-                                   self.run_dir / "eval")
+                                     self.run_dir / "eval")
         self.record.log("eval", done, values)
         self.progress.evaluated = done
         self.parts.scheduler.take_counts()

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from rljax import assemble, checkpoint, models
+from rljax.algo_rules import needs_reference
 from rljax.trainer import Trainer
 from rljax.types import Params, TrainState
 
@@ -48,8 +49,7 @@ def teacher_params(config: ConfigDict, parts: assemble.Parts) -> Params | None:
 def keeps_reference(config: ConfigDict) -> bool:
     """Whether a checkpoint holds the reference: where it moves, or is the start of a run out of another's."""
     adopts = config.checkpoint.load not in ("auto", "none") and not config.model.ref_path
-    needed = config.algo.kl_coef > 0 or config.algo.kl_loss_coef > 0 or config.algo.kl_metric
-    return needed and (config.algo.ref_update_interval > 0 or adopts)
+    return needs_reference(config) and (config.algo.ref_update_interval > 0 or adopts)
 
 
 def checkpoint_trees(config: ConfigDict, parts: assemble.Parts) -> tuple[dict[str, Any], dict[str, Any]]:

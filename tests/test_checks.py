@@ -7,8 +7,9 @@ import json
 import pytest
 import run_helpers
 
-from rljax import checks, models, tokenizer
+from rljax import algo_rules, algorithms, assemble, checks, config_rules, filters, models, rewards, surrogates
 from rljax import config as configs
+from rljax import tokenizer
 
 
 def test_a_head_start_ends_before_the_run():
@@ -21,6 +22,21 @@ def test_a_head_start_ends_before_the_run():
     checks.length(config, 4, 1)
     with pytest.raises(ValueError, match="algo.num_critic_only_steps = 3: must be below the run's 3 rollouts"):
         checks.length(config, 3, 1)
+
+
+def test_the_names_that_the_rules_know_are_those_that_exist():
+    """The rules stand on the lowest floor and cannot look."""
+    assert set(algo_rules.ESTIMATORS) == set(algorithms.names())
+    assert set(algo_rules.SURROGATES) == set(surrogates.BUILT_IN)
+    assert set(config_rules.REWARDS) == set(rewards.names())
+    assert set(config_rules.FILTERS) == {"", *filters.BUILT_IN}
+    assert set(config_rules.POST_PROCESSES) == {"", *assemble.POST_PROCESSES}
+
+
+def test_a_surrogate_that_does_not_exist_is_found_before_any_rollout():
+    config = configs.load("quickstart.py", ["algo.surrogate=absent_module:f"])
+    with pytest.raises(ValueError, match="algo.surrogate 'absent_module:f'"):
+        assemble.build(config)
 
 
 def other_model(folder, characters, **changes):

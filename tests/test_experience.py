@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from rljax import algorithms, assemble, experience
+from rljax import algo_rules, algorithms, assemble, experience
 from rljax import config as configs
 from rljax.experience import Experience, Weights
 from rljax.sample import COMPLETED, TRUNCATED, Sample
@@ -260,6 +260,6 @@ def test_post_process_of_dcpo_comes_with_its_estimator():
     assert assemble.post_process(config) is None and assemble.token_weights(config) is None
     config.algo.advantage_estimator = "dcpo"
     assert assemble.post_process(config) is not None
-    assert not assemble.needs_critic(config)
+    assert not algo_rules.needs_critic(config)
     config.algo.advantage_estimator = "ppo"
-    assert assemble.needs_critic(config)
+    assert algo_rules.needs_critic(config)
