@@ -40,6 +40,11 @@ MOST_SLOTS = 512
 POST_PROCESSES = ("dcpo",)
 DATA_KEYS = ("input_key", "label_key", "metadata_key", "prompt_suffix")  # that an evaluation set may have of its own
 CACHE_SHARE = 0.25  # of a device's memory, for the sampler's cache
+USUAL_SHARE = 4  # a response's usual length is the longest one's by this number: so many slots share the cache
+PAGE, CPU_PAGE = 128, 64  # positions; accelerators read whole registers of 128
+KERNELS = {"tpu": "tpu", "gpu": "gpu"}  # backend -> of attention over pages
+MOST_MEMBERS = 16  # of a stored prompt; a larger group stores it again
+LEVELS, SHORT_CACHE = 3, 256  # programs that read more and more of the cache; one is enough for short responses
 PEAKS = {  # part of a device kind -> bfloat16 operations per second, dense, by the makers; the first that fits counts
     "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
     "TPU v6e": 918e12, "A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12,
@@ -234,7 +239,8 @@ def sampling_params(config: ConfigDict, knobs: ConfigDict, length: int) -> Sampl
     """How one kind of request is drawn."""
     return SamplingParams(
         max_new_tokens=length, temperature=knobs.temperature, top_p=knobs.top_p, top_k=max(knobs.top_k, 0),
-        min_p=knobs.min_p, stop=tuple(config.rollout.stop),
+        min_p=knobs.min_p, stop=tuple(config.rollout.stop), min_new_tokens=min(config.rollout.min_new_tokens, length),
+        logit_bias=tuple((int(token), float(bias)) for token, bias in json.loads(config.rollout.logit_bias).items()),
     )
 
 
@@ -263,18 +269,20 @@ def optimizer_config(config: ConfigDict, total_updates: int) -> OptimizerConfig:
 
 
 def engine_config(config: ConfigDict, cfg: ModelConfig, tok: tokenizer.Tokenizer, mesh: Mesh, longest: int):
-    """Shapes of the sampler: the smallest cache bucket that holds `longest` tokens, and slots that fit in memory."""
+    """Shapes of the sampler: the smallest bucket that holds `longest` tokens, a cache that fits in memory, slots."""
     sampler = config.sampler
     fitting = [length for length in sampler.length_buckets if length >= longest]
     if not fitting:
         raise ValueError(f"sampler.length_buckets: the largest, {sampler.length_buckets[-1]}, holds no prompt and "
                          f"response of {longest} tokens")
     dtype = compute_dtype(config.model.compute_dtype if sampler.dtype == "auto" else sampler.dtype)
+    cache_dtype = dtype if sampler.cache_dtype == "auto" else jnp.dtype(sampler.cache_dtype)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    slot_bytes = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * fitting[0] * dtype.itemsize
+    position_bytes = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * cache_dtype.itemsize
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    room = int(CACHE_SHARE * device_memory() * mesh.size // slot_bytes)
-    slots = sampler.slots or _multiple(min(samples, MOST_SLOTS, max(room, shards)), shards)
+    room = sampler.cache_tokens or int(CACHE_SHARE * device_memory() * mesh.size // position_bytes)
+    most = max(USUAL_SHARE * room // longest, shards)
+    slots = sampler.slots or _multiple(min(samples, MOST_SLOTS, most), shards)
     buckets = tuple(b for b in sampler.prompt_buckets if b < max_prompt_len(config))
     buckets += (next(b for b in sampler.prompt_buckets if b >= max_prompt_len(config)),)
     return EngineConfig(
@@ -283,6 +291,11 @@ def engine_config(config: ConfigDict, cfg: ModelConfig, tok: tokenizer.Tokenizer
         steps_per_dispatch=sampler.steps_per_dispatch,
         stop_ids=tuple(sorted({*tok.stop_ids, *config.rollout.stop_token_ids})),
         vocab_known=min(tok.vocab_size, cfg.vocab_size), dtype=dtype, seed=config.train.seed,
+        members=min(max(config.rollout.n_samples_per_prompt, config.eval.n_samples), MOST_MEMBERS),
+        cache_tokens=room, levels=LEVELS if fitting[0] > SHORT_CACHE else 1, cache_dtype=cache_dtype,
+        int8_weights=sampler.weight_dtype == "int8", alternatives=sampler.top_logprobs,
+        page_len=CPU_PAGE if jax.default_backend() == "cpu" else PAGE,
+        kernel=KERNELS.get(jax.default_backend(), "xla"),
     )
 
 

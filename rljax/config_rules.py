@@ -91,6 +91,8 @@ def _check_text(config: ConfigDict) -> None:
     one_of("model.compute_dtype", config.model.compute_dtype, DTYPES)
     one_of("model.remat", config.model.remat, REMAT)
     one_of("sampler.dtype", config.sampler.dtype, DTYPES)
+    one_of("sampler.weight_dtype", config.sampler.weight_dtype, ("auto", "int8"))
+    one_of("sampler.cache_dtype", config.sampler.cache_dtype, (*DTYPES, "int8"))
     one_of("checkpoint.save_hf_dtype", config.checkpoint.save_hf_dtype, FILE_DTYPES)
     one_of("reward.type", config.reward.type, REWARDS, path=True)
     require(
@@ -130,8 +132,9 @@ AT_LEAST = {  # knob -> smallest value
     "data.seed": 0, "data.max_prompt_len": 0,
     "rollout.batch_size": 1, "rollout.n_samples_per_prompt": 1, "rollout.num_rollouts": 1, "rollout.num_epochs": 0,
     "rollout.max_response_len": 1, "rollout.top_k": -1, "rollout.over_sampling_batch_size": 0,
-    "rollout.max_version_lag": 0, "rollout.max_filter_rounds": 1,
-    "sampler.slots": 0, "sampler.prefill_chunk": 1, "sampler.steps_per_dispatch": 1,
+    "rollout.min_new_tokens": 0, "rollout.max_version_lag": 0, "rollout.max_filter_rounds": 1,
+    "sampler.slots": 0, "sampler.cache_tokens": 0, "sampler.top_logprobs": 0,
+    "sampler.prefill_chunk": 1, "sampler.steps_per_dispatch": 1,
     "reward.memory_mb": 1, "reward.workers": 0,
     "reward.overlong_buffer_len": 0, "reward.overlong_penalty": 0, "reward.repetition_penalty": 0,
     "reward.format_penalty": 0,

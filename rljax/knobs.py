@@ -40,6 +40,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "top_p": 1.0,  # smallest set of tokens with this probability; 1 = off
         "top_k": 0,  # the k likeliest tokens; 0 or -1 = off
         "min_p": 0.0,  # drop tokens below this share of the likeliest one; 0 = off
+        "min_new_tokens": 0,  # no end before
+        "logit_bias": "{}",  # JSON: token id -> what is added to its logit; moves draws, not recorded log-probs
         "stop": (),  # texts that end a response
         "stop_token_ids": (),  # ids that end a response, beside those of the model
         "over_sampling_batch_size": 0,  # prompts in flight; 0 = batch_size, and never below it
@@ -55,11 +57,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "sampler": {
         "slots": 0,  # responses decoded at once; 0 = auto
-        "prefill_chunk": 4096,  # tokens of one prefill program (prompts x their bucket); one prompt at least
+        "cache_tokens": 0,  # positions of the key-value cache, of all slots together; 0 = auto. Where it runs out, the
+        # youngest responses give way: they keep their tokens, and go on later
+        "prefill_chunk": 4096,  # tokens of one prefill program: short prompts go together, a long one in parts
         "prompt_buckets": (64, 128, 256, 512, 1024, 2048),  # padded prompt lengths, tokens
         "length_buckets": (256, 512, 1024, 2048, 4096, 8192),  # cache lengths: prompt and response, tokens
         "steps_per_dispatch": 16,  # tokens per slot between two looks of the host
-        "dtype": "auto",  # of the sampler's weights and cache: auto (as compute_dtype), bfloat16, float32
+        "dtype": "auto",  # of the sampler's products: auto (as compute_dtype), bfloat16, float32
+        "weight_dtype": "auto",  # auto (as sampler.dtype), or int8 with a scale for each output
+        "cache_dtype": "auto",  # auto (as sampler.dtype), bfloat16, float32, or int8 with a scale for each head
+        "top_logprobs": 0,  # likeliest tokens whose log-probs requests may ask for, at each step
+        "warmup": True,  # compile all of the sampler's programs before the first rollout
     },
     "reward": {
         "type": "math",  # math, gsm8k, dapo, exact_match, f1, format, dcpo, remote, random,

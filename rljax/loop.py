@@ -69,6 +69,8 @@ class Loop:
         self.teacher = weights.teacher_params(config, parts)
         self.draws = not self.supervised and not config.debug.train_only  # whether the sampler has work to do
         self.weights = parts.engine.weights(self.state.params) if self.draws else None
+        if self.draws and config.sampler.warmup:
+            parts.engine.warmup(self.weights)
         c = config.log
         self.record = Recorder(
             run_dir, tensorboard=c.tensorboard, jsonl=c.jsonl, wandb=c.wandb, project=c.project,
@@ -155,7 +157,8 @@ class Loop:
         self._refresh_reference()
         with self.timers("sync_time"):
             if self.draws:
-                self.weights = jax.block_until_ready(self.parts.engine.weights(self.state.params))
+                self.weights = jax.block_until_ready(self.parts.engine.weights(self.state.params, self.weights))
+                found["perf/sync_bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(self.weights))
         return found
 
     def _update(self, update: Update) -> None:
@@ -202,6 +205,7 @@ class Loop:
             values["perf/rollout_effective_tokens_per_device_per_sec"] = trained / times["perf/rollout_time"] / devices
             values["perf/slot_utilization"] = drawn["drawn"] / max(drawn["slot_steps"], 1)
             values["perf/prefix_shared_tokens"] = drawn["shared_tokens"]
+            values["perf/preempted"] = drawn["preempted"]
         if times.get("perf/train_time"):
             values["perf/train_tokens_per_device_per_sec"] = packed / times["perf/train_time"] / devices
             values["perf/train_effective_tokens_per_device_per_sec"] = trained / times["perf/train_time"] / devices

@@ -115,6 +115,7 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (meaning, healthy range)
     "perf/score_time": ("seconds for the log-probs of policy and reference", "below train_time"),
     "perf/train_time": ("seconds for the updates", "below rollout_time with long responses"),
     "perf/sync_time": ("seconds for handing new weights to the sampler", "near 0"),
+    "perf/sync_bytes": ("bytes of the sampler's weights that are made anew", "constant"),
     "perf/save_time": ("seconds of waiting for checkpoints", "near 0 with checkpoint.async_save"),
     "perf/step_time": ("seconds for the whole rollout, training included", "steady after warm-up"),
     "perf/rollout_tokens_per_device_per_sec": ("response tokens drawn per second and device", "steady"),
@@ -129,6 +130,7 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (meaning, healthy range)
     ),
     "perf/slot_utilization": ("share of slot steps that drew a token in use", "above 0.7"),
     "perf/prefix_shared_tokens": ("prompt tokens that a group shared instead of computing again", "above 0"),
+    "perf/preempted": ("responses that gave their part of the cache to older ones, and were fed again", "near 0"),
     "perf/packing_efficiency": ("real tokens / tokens of the rows", "above 0.8"),
     "perf/tflops_per_device": (
         "6 x matrix parameters x row tokens / perf/train_time, per device, 1e12; attention is left out",

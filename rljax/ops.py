@@ -70,6 +70,61 @@ def _attend_block(q, k, v, query_segments, key_segments, start, window, scale, c
     return out.transpose(0, 2, 1, 3, 4).reshape(rows, queries, heads, width)
 
 
+def page_attention(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
+    kernel: str = "xla",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention of one decoding step over W pages of P keys, each by itself: the parts of a softmax, to be merged.
+
+    q [W, K, M, g, h]: M members see a page, each with g query heads for one of its K heads. keys [W, K, h, P], values
+    [W, K, P, h], in q's dtype or int8 with key_scale and value_scale [W, K, P] float32, by which each key and value is
+    to be multiplied. first, last [W, M] int32: a member sees first <= index < last, both in 0..P; last <= first: none.
+    Scores and sums in float32, products in q's dtype. `kernel`: "xla", or "tpu" or "gpu" for that of `kernels/`.
+    Returns, all float32: out [W, K, M, g, h], sum of exp(score - top) * value over the keys seen; top [W, K, M, g],
+    their largest score; total [W, K, M, g], sum of exp(score - top). Where none is seen: 0, `MASKED` and 0.
+    Raises ValueError if only one of the scales is given.
+    """
+    if (key_scale is None) != (value_scale is None):
+        raise ValueError("key_scale and value_scale belong together: only one of them is given")
+    if kernel == "xla":
+        return _page_attention(q, keys, values, first, last, scale, softcap, key_scale, value_scale)
+    from rljax.kernels import page_attention as kernels
+
+    return kernels.page_attention(q, keys, values, first, last, scale=scale, softcap=softcap, key_scale=key_scale,
+                                  value_scale=value_scale, platform=kernel)
+
+
+def _page_attention(q, keys, values, first, last, scale, cap, key_scale, value_scale):
+    """`page_attention` in XLA: members and their query heads as one axis of rows, so plain products of matrices."""
+    pages, kv_heads, members, group, width = q.shape
+    rows = q.reshape(pages, kv_heads, members * group, width)
+    scores = jnp.einsum("wkrh,wkhp->wkrp", rows, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+    if key_scale is not None:
+        scores = scores * key_scale[:, :, None]
+    scores = softcap(scores, cap)
+    at = jnp.arange(keys.shape[-1])
+    low, high = (jnp.repeat(x, group, axis=1)[:, None, :, None] for x in (first, last))
+    seen = (at >= low) & (at < high)
+    scores = jnp.where(seen, scores, MASKED)
+    top = scores.max(-1)
+    weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
+    total = weights.sum(-1)
+    if value_scale is not None:
+        weights = weights * value_scale[:, :, None]
+    out = jnp.einsum("wkrp,wkph->wkrh", weights.astype(q.dtype), values.astype(q.dtype),
+                     preferred_element_type=jnp.float32)
+    return out.reshape(q.shape), top.reshape(q.shape[:-1]), total.reshape(q.shape[:-1])
+
+
 def token_logprobs(
     hidden: jax.Array,
     head: jax.Array,

@@ -98,6 +98,7 @@ class Rollout:
         finally:
             for request in self.scheduler.abort():
                 _extend(by_uid[request.uid], request, version)
+            self.scheduler.release()  # training needs the memory
         with self.timers("reward_wait_time"):
             return gathering.close()
 

@@ -23,7 +23,10 @@ class SamplingParams:
     """How the tokens of one request are drawn.
 
     temperature divides the logits (0 = greedy); top_k 0 or -1 = off; stop strings end a response and are cut
-    from its text, not from its tokens; max_new_tokens counts response tokens.
+    from its text, not from its tokens; max_new_tokens and min_new_tokens count response tokens: no stop id is drawn,
+    and no stop string ends a response, before the latter. logit_bias: (token, what is added to its logit) pairs, which
+    move the draw, not the recorded log-prob. top_logprobs: how many most likely tokens to return at each step, at most
+    the engine's `alternatives`; prompt_logprobs: return those of the prompt's tokens.
     """
 
     max_new_tokens: int
@@ -32,6 +35,10 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
 
 @dataclasses.dataclass

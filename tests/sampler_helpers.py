@@ -12,7 +12,9 @@ import numpy as np
 from rljax import sharding
 from rljax.models import ModelConfig, Rope, decoder
 from rljax.sample import SamplingParams
+from rljax.sampler.decode import Drawn
 from rljax.sampler.engine import Engine, EngineConfig
+from rljax.sampler.pages import PageTables
 from rljax.sampler.scheduler import Request, Scheduler, complete
 
 VOCAB, KNOWN, STOP_IDS = 128, 120, (0, 1, 7, 106)
@@ -22,7 +24,7 @@ CONFIG = ModelConfig(
     windows=(0, 6), ropes=(Rope(1e4, 16),), rope_ids=(0, 0), initializer_range=0.15,
 )
 SHAPE = EngineConfig(slots=8, cache_len=48, prompt_buckets=(8, 16, 32), prefill_rows=4, steps_per_dispatch=4,
-                     stop_ids=STOP_IDS, vocab_known=KNOWN, seed=5)
+                     stop_ids=STOP_IDS, vocab_known=KNOWN, seed=5, members=4, levels=2, page_len=8)
 
 
 def one_device() -> Any:
@@ -88,11 +90,13 @@ class Scripted:
         self.config = EngineConfig(slots=slots, cache_len=4096, prompt_buckets=(1024,), prefill_rows=slots,
                                    steps_per_dispatch=4, stop_ids=stop_ids, vocab_known=10**6)
         self.cfg = types.SimpleNamespace(vocab_size=10**6)
-        self.scripts, self.uids, self.at = scripts, [None] * slots, np.zeros(slots, int)
-        self.remaining = np.zeros(slots, int)
+        self.scripts = scripts
 
-    def fresh_state(self):
-        return None
+    def tables(self):
+        return PageTables(self.config.slots, *self.config.pages(1), self.config.columns, 1, self.config.page)
+
+    def level(self, used):
+        return 0
 
     def bucket(self, length):
         return 1024
@@ -100,30 +104,27 @@ class Scripted:
     def rows(self, bucket):
         return self.config.prefill_rows
 
-    def prefill(self, params, contexts):
-        return contexts
+    def prefill(self, params, prompts, bucket):
+        return prompts
 
-    def insert(self, state, prefix, source, uids, slots):
-        for index in np.flatnonzero(source >= 0):
-            self.uids[index], self.at[index] = int(uids[index]), 0
-            self.remaining[index] = slots["remaining"][index]
+    def insert(self, chunks, prefix, pages):
+        pass
 
-    def keep(self, state, busy):
-        self.remaining *= busy
-
-    def generate(self, params, state, forced=None):
-        slots, steps = self.config.slots, self.config.steps_per_dispatch
-        tokens, counts = np.zeros((slots, steps), np.int32), np.zeros(slots, np.int32)
-        for index in np.flatnonzero(self.remaining > 0):
-            script = self.scripts.get(self.uids[index], [2])
+    def generate(self, params, chunks, slots, tables, forced):
+        count, steps = self.config.slots, self.config.steps_per_dispatch
+        tokens, counts = np.zeros((count, steps), np.int32), np.zeros(count, np.int32)
+        remaining = slots.remaining.copy()
+        for index in np.flatnonzero(remaining > 0):
+            script = self.scripts.get(int(slots.uids[index]), [2])
+            at = slots.positions[index] - tables.prompt_len[index]
             for step in range(steps):
-                if self.remaining[index] <= 0:
+                if remaining[index] <= 0:
                     break
-                token = script[self.at[index]] if self.at[index] < len(script) else script[-1]
-                if forced is not None and forced[index, step] >= 0:
+                token = script[min(at + step, len(script) - 1)]
+                if forced[index, step] >= 0:
                     assert forced[index, step] == token
                 tokens[index, step] = token
-                self.at[index] += 1
-                self.remaining[index] = 0 if token in self.config.stop_ids else self.remaining[index] - 1
+                remaining[index] = 0 if token in self.config.stop_ids else remaining[index] - 1
                 counts[index] += 1
-        return state, tokens, np.full((slots, steps), -0.5, np.float32), counts
+        none = np.zeros((count, steps, 0))
+        return Drawn(tokens, np.full((count, steps), -0.5, np.float32), counts, none, none)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
+import importlib.metadata
 import pathlib
 import subprocess
 import sys
@@ -24,6 +24,7 @@ FLOORS = [
     (0, "sharding.py"),
     (0, "tokenizer.py", "hub.py"),
     (0, "metrics.py", "metric_names.py", "plots.py"),
+    (0, "kernels/"),
     (1, "ops.py"),
     (1, "losses.py"),
     (1, "advantages.py"),
@@ -47,8 +48,9 @@ FLOORS = [
 
 
 def modules():
-    """Every module of the package as a path below it: `trainer.py`, `models/hf.py`."""
-    return sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+    """Every module of the package as a path below it: `trainer.py`, `models/hf.py`. `kernels` is a link."""
+    found = [*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.py")]
+    return sorted({path.relative_to(PACKAGE) for path in found})
 
 
 def line_of(module):
@@ -146,11 +148,29 @@ def test_reward_workers_load_no_jax():
     assert run(code) == "[]"
 
 
-def test_nothing_shadows_the_hugging_face_package_kernels():
-    installed = importlib.util.find_spec("kernels") is not None and not str(
-        importlib.util.find_spec("kernels").origin).startswith(str(ROOT))
-    found = run("from transformers.utils import import_utils as u; print(u._is_package_available('kernels'))")
-    assert ("True" in found) == installed
+def test_transformers_finds_no_package_kernels():
+    """From the root the folder can be imported as `kernels`, which is the name of a Hugging Face package. It has no
+    `__init__.py`: such a namespace is no package for transformers, which looks for the name, then for a distribution's
+    version, then for the module's `__file__`."""
+    if "kernels" in importlib.metadata.packages_distributions():
+        pytest.skip("a package kernels is installed")
+    code = "from transformers import AutoTokenizer; from transformers.utils import is_kernels_available as found\n"
+    code += "print(found(), len(AutoTokenizer.from_pretrained('rljax/builtin/tiny')('1+2=').input_ids))"
+    assert run(code) == "False 4"
+
+
+def test_an_installed_package_kernels_comes_before_the_folder(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("")
+    code = f"import importlib.util, sys; sys.path.append({str(tmp_path)!r})\n"
+    code += "print(importlib.util.find_spec('kernels').origin)"
+    assert run(code) == str(tmp_path / "kernels" / "__init__.py")
+
+
+def test_a_wheel_contains_the_kernels_inside_the_package():
+    setuptools = pytest.importorskip("setuptools")
+    found = setuptools.find_namespace_packages(str(ROOT), include=["rljax*"])  # as pyproject.toml says
+    assert "rljax.kernels" in found and "kernels" not in found
 
 
 def test_the_top_level_is_as_agreed():

@@ -200,7 +200,7 @@ def test_an_interruption_leaves_no_request(tok):
     stopped = rollout(tok, scheduler=scheduler, stopping=lambda: next(asked))
     with pytest.raises(Interrupted):
         stopped.collect(tiny.weights(), samples, SamplingParams(30), 0)
-    assert scheduler.busy == 0 and not np.asarray(scheduler.state.remaining).any()
+    assert scheduler.busy == 0 and scheduler.chunks == []
     again, fresh = prompts(20), prompts(20)
     rollout(tok, scheduler=scheduler).collect(tiny.weights(), again, SamplingParams(6), 0)
     rollout(tok).collect(tiny.weights(), fresh, SamplingParams(6), 0)

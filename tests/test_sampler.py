@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import time
 import types
 
 import jax
@@ -72,7 +71,7 @@ def test_each_slot_gives_the_same(slot):
     fillers = [request(100 + i, new=30, temperature=0.0) for i in range(slot)]
     mine = batch_of(4)[3]
     scheduler.submit([*fillers, mine])
-    while mine in [*scheduler.slots, *scheduler.queue]:
+    while any(one is mine for one in [*scheduler.slots, *scheduler.queue]):
         scheduler.step(tiny.weights())
         assert mine.end_reason or scheduler.slots[slot] is mine
     same(mine, reference()[3])
@@ -91,7 +90,7 @@ def test_abort_and_resume_are_bitwise_the_same(dispatches):
     scheduler = Scheduler(tiny.engine())
     requests = batch_of(20)
     scheduler.submit(requests)
-    for _ in range(dispatches):
+    for _ in range(dispatches + 1):  # the last one is not collected
         scheduler.step(tiny.weights())
     partial = {r.uid: (list(r.tokens), list(r.logprobs)) for r in scheduler.abort()}
     assert len(partial) <= 20 and (dispatches == 0) == all(not tokens for tokens, _ in partial.values())
@@ -357,7 +356,9 @@ def test_more_requests_than_slots_all_end_and_nothing_stays():
     assert all(r.end_reason in ("stop", "length") for r in requests)
     assert all(len(r.tokens) == len(r.logprobs) <= 10 for r in requests)
     assert scheduler.busy == 0 and not any(scheduler.slots) and not scheduler.queue
-    assert not np.asarray(scheduler.state.remaining).any()
+    tables = scheduler.tables
+    assert (len(tables.own_pool), len(tables.prompt_pool)) == tiny.engine().pages
+    assert (scheduler.tables.own < 0).all() and (scheduler.tables.prompt < 0).all()
     counts = scheduler.take_counts()
     assert counts["drawn"] == sum(len(r.tokens) for r in requests) <= counts["slot_steps"]
     assert scheduler.take_counts()["drawn"] == 0 and scheduler.step(tiny.weights()) == []
@@ -376,6 +377,7 @@ def test_abort_of_some():
     scheduler = Scheduler(tiny.engine())
     requests = [request(i, new=30, temperature=0.0) for i in range(12)]
     scheduler.submit(requests)
+    scheduler.step(tiny.weights())
     scheduler.step(tiny.weights())
     gone = scheduler.abort([10, 3, 99])
     assert [r.uid for r in gone] == [3, 10] and all(r.end_reason == "abort" for r in gone)
@@ -402,6 +404,11 @@ def test_abort_of_some():
     ({"params": SamplingParams(5, top_p=1.5)}, r"top_p 1.5"),
     ({"params": SamplingParams(5, min_p=-0.1)}, r"min_p -0.1"),
     ({"params": SamplingParams(5, top_k=-2)}, r"top_k -2"),
+    ({"params": SamplingParams(5, min_new_tokens=6)}, r"min_new_tokens 6 is not from 0 to max_new_tokens 5"),
+    ({"params": SamplingParams(5, logit_bias=((3, math.nan),))}, r"logit_bias takes up to 32 different tokens"),
+    ({"params": SamplingParams(5, logit_bias=((3, 1.0), (3, 2.0)))}, r"logit_bias takes up to 32 different tokens"),
+    ({"params": SamplingParams(5, logit_bias=((128, 1.0),))}, r"token 128 is none of the model's 128"),
+    ({"params": SamplingParams(5, top_logprobs=1)}, r"top_logprobs 1 is not from 0 to the engine's 0"),
     ({"params": SamplingParams(5, top_k=2**31)}, r"top_k 2147483648"),
     ({"uid": 2**32}, r"request 4294967296: a uid is between 0 and 4294967295"),
     ({"uid": 1}, r"request 1: another with this uid is in flight"),
@@ -425,23 +432,35 @@ def test_a_uid_may_come_again_once_it_has_ended():
 
 
 def test_no_program_is_compiled_after_warm_up():
-    """Filters, greedy, stop strings, abort, resume and any number of requests run in the first round's programs."""
-    scheduler = Scheduler(tiny.engine(), lambda tokens, stop, start: (start + 1, ""))
-    draw([request(i, n) for i, n in enumerate((8, 16, 32))], scheduler=scheduler)
-    scheduler.submit([request(1)])
-    scheduler.abort()
+    """Filters, greedy, stop strings, biases, abort, resume, any number of requests and new weights."""
+    engine = Engine(tiny.CONFIG, dataclasses.replace(tiny.SHAPE, prefill_chunk=16), tiny.one_device())
+    weights = engine.weights(tiny.master())
+    weights = engine.weights(tiny.master(), weights)
+    count = engine.warmup(weights)
+    assert count == engine.programs == 10  # a chunk's zeros, 2 for decoding, prefill of 8 and 16, 2 for 32, 3 to insert
+    scheduler = Scheduler(engine, lambda tokens, stop, start: (start + 1, ""))
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, _, **details: compiled.append(name) if name.endswith("backend_compile_duration") else None)
     requests = batch_of(20) + [request(40 + i, new=9, stop=("x",)) for i in range(3)]
+    requests += [request(50, new=5, min_new_tokens=3, logit_bias=((9, 2.0),))]
     scheduler.submit(requests)
-    scheduler.step(tiny.weights(1))
+    scheduler.step(weights)
     scheduler.submit(scheduler.abort())
+    weights = engine.weights(tiny.master(1), weights)
     while scheduler.busy:
-        scheduler.step(tiny.weights(1))
-    assert compiled == []
+        scheduler.step(weights)
+    assert compiled == [] and engine.programs == count
     jax.jit(lambda x: x + tiny.VOCAB)(np.ones(3))
     assert compiled, "the listener must be able to see a compilation"
+
+
+def test_new_weights_take_the_memory_of_the_old_ones():
+    old = tiny.engine().weights(tiny.master())
+    new = tiny.engine().weights(tiny.master(1), old)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    for one, other in zip(jax.tree.leaves(new), jax.tree.leaves(tiny.weights(1)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_tokens_are_what_was_drawn_and_never_made_again_from_text():
@@ -450,20 +469,61 @@ def test_tokens_are_what_was_drawn_and_never_made_again_from_text():
     assert result.tokens == [7, 8] and len(result.logprobs) == 2
 
 
-def test_host_time_of_a_dispatch():
-    """512 slots: a few milliseconds beside a step that takes hundreds."""
-    scripted = Scripted({uid: [3, 4, 5] for uid in range(512)}, slots=512)
-    scheduler = Scheduler(scripted)
-    scheduler.submit([Request(uid, [5] * 200, SamplingParams(400)) for uid in range(512)])
-    scheduler.step({})
-    canned = scripted.generate({}, None)
-    scripted.generate = lambda params, state, forced=None: canned
-    times = []
-    for _ in range(15):
-        begin = time.perf_counter()
-        scheduler.step({})
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.01, f"{min(times) * 1e3:.1f} ms"
+# --- what a request may ask for -------------------------------------------------------------------------------------
+
+
+def test_no_stop_id_comes_before_the_least_length():
+    params = tiny.chain(19, 20, 1)  # writes 20, the end token, and then itself again and again
+    ends = [draw([Request(0, [19], SamplingParams(8, min_new_tokens=n))], params)[0] for n in (0, 1, 2, 5)]
+    assert [(r.end_reason, len(r.tokens)) for r in ends[:2]] == [("stop", 2)] * 2
+    for r, least in zip(ends[2:], (2, 5), strict=True):
+        assert not set(r.tokens[:least]) & set(tiny.STOP_IDS) and len(r.tokens) > least
+    strings = Request(0, [19], SamplingParams(8, min_new_tokens=4, stop=("x",)))
+    find = lambda tokens, stop, start: (start + 1, "") if len(tokens) > start else None  # noqa: E731
+    draw([strings], tiny.chain(19, 20, 21), Scheduler(tiny.engine(), find))
+    assert len(strings.tokens) == 5 and strings.end_reason == "stop"
+
+
+def test_a_bias_moves_the_draw_but_not_the_recorded_log_prob():
+    logits = np.zeros((tiny.VOCAB, tiny.VOCAB), np.float32)
+    plain = draw([Request(0, [9], SamplingParams(16))], tiny.table(logits))[0]
+    only = SamplingParams(16, logit_bias=((42, 100.0),))
+    biased = draw([Request(0, [9], only), *[Request(i, [9], SamplingParams(16)) for i in (1, 2)]], tiny.table(logits))
+    assert biased[0].tokens == [42] * 16
+    np.testing.assert_allclose(biased[0].logprobs, -math.log(tiny.VOCAB), atol=1e-5)
+    never = SamplingParams(16, logit_bias=tuple((token, -100.0) for token in set(plain.tokens)))
+    assert not set(draw([Request(0, [9], never)], tiny.table(logits))[0].tokens) & set(plain.tokens)
+    greedy = SamplingParams(3, temperature=0.0, logit_bias=((50, 1.0),))
+    assert draw([Request(0, [9], greedy)], tiny.table(logits))[0].tokens == [50] * 3
+    same(draw([Request(1, [9], SamplingParams(16))], tiny.table(logits))[0], biased[1])
+
+
+@functools.cache
+def telling():
+    return Engine(tiny.CONFIG, dataclasses.replace(tiny.SHAPE, alternatives=5, levels=1), tiny.one_device())
+
+
+def test_likeliest_tokens_and_log_probs_of_the_prompt():
+    requests = [request(0, 9, 10, top_logprobs=5, prompt_logprobs=True), request(1, 5, 10),
+                request(2, 6, 10, temperature=0.0, top_logprobs=2)]
+    scheduler = Scheduler(telling())
+    draw(requests, scheduler=scheduler)
+    for r, plain in zip(requests, draw([request(0, 9), request(1), request(2, 6, temperature=0.0)]), strict=True):
+        assert r.tokens == plain.tokens and r.prompt_logprobs is None or r.uid == 0
+        np.testing.assert_allclose(r.logprobs, plain.logprobs, atol=1e-6)
+    assert [len(r.top) for r in requests] == [len(requests[0].tokens), 0, len(requests[2].tokens)]
+    for tokens, logp, top in zip(requests[0].tokens, requests[0].logprobs, requests[0].top, strict=True):
+        assert len(top) == 5 and [p for _, p in top] == sorted((p for _, p in top), reverse=True)
+        assert dict(top).get(tokens, logp) == pytest.approx(logp, abs=1e-6) and logp <= top[0][1] + 1e-6
+    assert [top[0] for top in requests[2].top] == [
+        (token, pytest.approx(logp, abs=1e-6)) for token, logp in zip(requests[2].tokens, requests[2].logprobs)]
+    whole = Request(5, requests[0].context[:1], SamplingParams(8), tokens=requests[0].context[1:])
+    draw([whole])
+    assert requests[0].prompt_logprobs[0] == 0.0
+    np.testing.assert_allclose(requests[0].prompt_logprobs[1:], whole.logprobs, atol=1e-5)
+    again = dataclasses.replace(requests[0], tokens=requests[0].tokens[:5], logprobs=requests[0].logprobs[:5],
+                                top=requests[0].top[:5])
+    assert draw([again], scheduler=scheduler)[0].top == requests[0].top
 
 
 # --- mesh ------------------------------------------------------------------------------------------------------------
@@ -511,5 +571,4 @@ def test_slots_that_the_mesh_does_not_divide_are_refused():
 def test_rows_of_a_prefill_program_follow_from_the_chunk():
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     made = Engine(tiny.CONFIG, dataclasses.replace(tiny.SHAPE, prefill_chunk=40), mesh)
-    assert [made.rows(bucket) for bucket in (8, 16, 32)] == [4, 2, 1]
-    assert made.rows(64) == 1
+    assert [made.rows(bucket) for bucket in (8, 16, 32, 64)] == [4, 2, 1, 0]

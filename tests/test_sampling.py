@@ -21,12 +21,13 @@ SLOTS = 2000
 
 def knobs(slots: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Knobs:
     return Knobs(jnp.full(slots, temperature, jnp.float32), jnp.full(slots, top_k, jnp.int32),
-                 jnp.full(slots, top_p, jnp.float32), jnp.full(slots, min_p, jnp.float32))
+                 jnp.full(slots, top_p, jnp.float32), jnp.full(slots, min_p, jnp.float32),
+                 jnp.zeros((slots, 1), jnp.int32), jnp.zeros((slots, 1), jnp.float32))
 
 
 @functools.partial(jax.jit, static_argnames="valid")
-def drawn(logits, uniform, forced, filters, knobs, valid):
-    return sampling.draw(logits, uniform, forced, filters, knobs, valid=valid)
+def drawn(logits, uniform, forced, special, knobs, valid):
+    return sampling.draw(logits, uniform, forced, jnp.zeros(len(uniform), bool), special, knobs, valid=valid)[:2]
 
 
 def draw(logits, uniform, *, valid=None, forced=None, **filters):
@@ -35,7 +36,7 @@ def draw(logits, uniform, *, valid=None, forced=None, **filters):
     logits = np.broadcast_to(np.asarray(logits, np.float32), (len(uniform), np.shape(logits)[-1]))
     how = knobs(len(uniform), **filters)
     forced = np.full(len(uniform), -1, np.int32) if forced is None else np.full(len(uniform), forced, np.int32)
-    out = drawn(logits, uniform, forced, how.filtered().any(), how, valid or logits.shape[-1])
+    out = drawn(logits, uniform, forced, how.special().any(), how, valid or logits.shape[-1])
     return tuple(np.asarray(x) for x in out)
 
 
@@ -151,8 +152,9 @@ def test_inverse_cdf_at_any_width(vocab):
     mass = rng.random(vocab).astype(np.float32) * (rng.random(vocab) < 0.5)
     mass[rng.integers(vocab)] = 1.0
     uniform = np.linspace(0, 1, 997, endpoint=False).astype(np.float32)
-    tokens = np.asarray(sampling.inverse_cdf(jnp.broadcast_to(mass, (997, vocab)), uniform))
-    ends = np.cumsum(mass.astype(np.float64))
+    tokens, total = sampling.inverse_cdf(jnp.log(jnp.broadcast_to(mass, (997, vocab))), uniform)
+    tokens, ends = np.asarray(tokens), np.cumsum(mass.astype(np.float64))
+    np.testing.assert_allclose(total, ends[-1], rtol=1e-5)
     assert (mass[tokens] > 0).all()
     target = uniform * ends[-1]
     slack = 1e-5 * ends[-1]
@@ -228,7 +230,7 @@ def test_greedy_takes_the_largest_with_its_log_prob_at_temperature_one():
 def test_each_slot_has_its_own_knobs():
     logits = np.broadcast_to(np.array([1.0, 0.9, 0.8, 0.0], np.float32), (4, 4))
     how = Knobs(jnp.array([0.0, 1.0, 1.0, 1.0]), jnp.array([0, 1, 0, 0]), jnp.array([1.0, 1.0, 0.6, 1.0]),
-                jnp.array([0.0, 0.0, 0.0, 0.0]))
+                jnp.array([0.0, 0.0, 0.0, 0.0]), jnp.zeros((4, 1), jnp.int32), jnp.zeros((4, 1)))
     token, _ = drawn(logits, np.full(4, 0.999, np.float32), np.full(4, -1, np.int32), True, how, 4)
     assert np.asarray(token).tolist() == [0, 0, 1, 3]
-    assert np.asarray(how.filtered()).tolist() == [False, True, True, False]
+    assert np.asarray(how.special()).tolist() == [False, True, True, False]

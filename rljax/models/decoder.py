@@ -186,10 +186,17 @@ def layer(cfg: ModelConfig, kind: LayerKind, params: Params, x: jax.Array, atten
     return x + (rms_norm(cfg, h, params["mlp_post_norm"]) if "mlp_post_norm" in params else h)
 
 
+def scale_name(matrix: str) -> str:
+    """The leaf [out] float32 beside an int8 matrix `..._proj` that makes it whole: matrix * scale."""
+    return matrix.removesuffix("_proj") + "_scale"
+
+
 def _linear(x: jax.Array, params: Params, name: str) -> jax.Array:
     """x @ w, plus the bias if there is one, in x's dtype."""
     # Over one flat dimension of tokens: on a CPU the gradient of w takes half the time.
     y = x.reshape(-1, x.shape[-1]) @ params[f"{name}_proj"].astype(x.dtype)
+    if f"{name}_scale" in params:
+        y = y * params[f"{name}_scale"].astype(y.dtype)
     y = y.reshape(*x.shape[:-1], -1)
     return y + params[f"{name}_bias"].astype(x.dtype) if f"{name}_bias" in params else y
 

@@ -1,1 +1,2 @@
-"""Continuous batching on the device mesh: `engine` (prefill, insert, generate), `scheduler` (slots), `sampling`."""
+"""Continuous batching on the device mesh: `engine` (prefill, insert, generate), `scheduler` (slots), `sampling`;
+`jetstream` serves the engine over gRPC, and nothing else imports it."""

@@ -13,16 +13,19 @@ BLOCK = 256
 
 @flax.struct.dataclass
 class Knobs:
-    """How each slot draws. A filter that is off leaves every probability exactly as it was."""
+    """How each slot draws. What is off leaves every probability exactly as it was."""
 
     temperature: jax.Array  # [S] float32, 0 = greedy
     top_k: jax.Array  # [S] int32, 0 or less = off
     top_p: jax.Array  # [S] float32, 1 or more = off
     min_p: jax.Array  # [S] float32, 0 = off
+    bias_ids: jax.Array  # [S, B] int32, tokens whose logits are raised
+    bias: jax.Array  # [S, B] float32, by how much; 0 = off
 
-    def filtered(self) -> jax.Array:
-        """Whether a slot draws from less than the whole distribution: bool [S]."""
-        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0))
+    def special(self) -> jax.Array:
+        """Whether a slot draws from anything but its own softmax: bool [S]."""
+        filtered = (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0))
+        return filtered | (self.bias != 0.0).any(-1)
 
 
 def allowed(mass: jax.Array, knobs: Knobs) -> jax.Array:
@@ -78,23 +81,25 @@ def _first(equal: jax.Array, most: jax.Array) -> jax.Array:
     return jax.lax.cond(crowded, lambda: equal & (jnp.cumsum(equal, axis=-1) <= most[:, None]), lambda: equal)
 
 
-def inverse_cdf(mass: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The first index whose cumulative mass exceeds uniform * total: int32 [S].
+def inverse_cdf(scaled: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first index whose cumulative mass exceeds uniform * total: (int32 [S], total mass float32 [S]).
 
-    mass [S, V] float32, not normalised; uniform [S] in [0, 1). Two levels, block sums and then inside one block,
-    since a cumulative sum over a whole vocabulary is the slow part. An index without mass is never drawn: where
-    rounding runs past the end, the last index with mass is taken.
+    The mass is exp(scaled), of scaled [S, V] float32, at most about 0 (-inf = none); uniform [S] in [0, 1). Two levels,
+    sums of blocks and then inside one block, since a cumulative sum over a whole vocabulary is the slow part; the mass
+    itself is never stored. An index without mass is never drawn: where rounding runs past the end, the last index with
+    mass is taken.
     """
-    slots, vocab = mass.shape
+    slots, vocab = scaled.shape
     blocks = -(-vocab // BLOCK)
-    mass = jnp.pad(mass, ((0, 0), (0, blocks * BLOCK - vocab))).reshape(slots, blocks, BLOCK)
-    sums = mass.sum(-1)
+    scaled = jnp.pad(scaled, ((0, 0), (0, blocks * BLOCK - vocab)), constant_values=-jnp.inf)
+    scaled = scaled.reshape(slots, blocks, BLOCK)
+    sums = jnp.exp(scaled).sum(-1)
     ends = jnp.cumsum(sums, axis=-1)
     target = uniform * ends[:, -1]
     block = _first_above(ends, sums, target)
     start = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0)
-    inside = jnp.take_along_axis(mass, block[:, None, None], axis=1)[:, 0]
-    return block * BLOCK + _first_above(jnp.cumsum(inside, axis=-1), inside, target - start)
+    inside = jnp.exp(jnp.take_along_axis(scaled, block[:, None, None], axis=1)[:, 0])
+    return block * BLOCK + _first_above(jnp.cumsum(inside, axis=-1), inside, target - start), ends[:, -1]
 
 
 def _first_above(ends: jax.Array, mass: jax.Array, target: jax.Array) -> jax.Array:
@@ -106,28 +111,43 @@ def _first_above(ends: jax.Array, mass: jax.Array, target: jax.Array) -> jax.Arr
 
 
 def draw(
-    logits: jax.Array, uniform: jax.Array, forced: jax.Array, filters: jax.Array, knobs: Knobs, *, valid: int
-) -> tuple[jax.Array, jax.Array]:
+    logits: jax.Array, uniform: jax.Array, forced: jax.Array, barred: jax.Array, special: jax.Array, knobs: Knobs, *,
+    valid: int, stop_ids: tuple[int, ...] = (), alternatives: int = 0,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """One token per slot and its log-prob under the tempered full softmax.
 
     logits [S, V] float32; uniform [S] in [0, 1); forced [S] int32 is the token to take, where it is not negative;
-    filters, bool scalar: whether any slot that counts is filtered (without one they are skipped); temperature 0
-    takes the largest logit, with the log-prob at temperature 1. Ids from `valid` on are rows that the tokenizer does
-    not know: they are never drawn, but belong to the full softmax. Returns int32 [S], float32 [S] in nats.
+    barred [S] bool: no stop id may be drawn; special, bool scalar: whether any slot that counts is barred or has a
+    filter or a bias (without one these are skipped). Temperature 0 takes the largest logit, with the log-prob at
+    temperature 1. Ids from `valid` on are rows that the tokenizer does not know: they are never drawn, but belong to
+    the full softmax; a bias, as a filter, moves what is drawn, not what is recorded. Returns tokens int32 [S] and
+    log-probs float32 [S] in nats, and the ids and log-probs [S, alternatives] of the most likely tokens.
     """
     greedy = knobs.temperature == 0.0
+    temperature = jnp.where(greedy, 1.0, knobs.temperature)[:, None]
     known = jnp.arange(logits.shape[-1]) < valid
-    candidates = jnp.where(known, logits, -jnp.inf)
-    top = candidates.max(-1, keepdims=True)
     # Relative to the largest known logit: neither a tiny temperature nor a huge unknown row leaves no mass to draw.
-    scaled = (logits - top) / jnp.where(greedy, 1.0, knobs.temperature)[:, None]
-    mass = jnp.where(known, jnp.exp(scaled), 0.0)
-    normalizer = jnp.log(mass.sum(-1))
+    scaled = (logits - jnp.where(known, logits, -jnp.inf).max(-1, keepdims=True)) / temperature
+    candidates = jnp.where(known, scaled, -jnp.inf)
+    plain, total = inverse_cdf(candidates, uniform)
+
+    def restricted():
+        changed = candidates.at[jnp.arange(len(logits))[:, None], knobs.bias_ids].add(knobs.bias / temperature)
+        stops = jnp.isin(jnp.arange(logits.shape[-1]), jnp.asarray(stop_ids, jnp.int32))
+        changed = jnp.where(stops & barred[:, None], -jnp.inf, changed)
+        changed = changed - changed.max(-1, keepdims=True)
+        keep = allowed(jnp.exp(changed), knobs)
+        return inverse_cdf(jnp.where(keep, changed, -jnp.inf), uniform)[0], changed.argmax(-1).astype(jnp.int32)
+
+    def unrestricted():
+        # On a CPU the index of the largest takes as long as the rest: only where it is asked for.
+        return plain, jax.lax.cond(greedy.any(), lambda: candidates.argmax(-1).astype(jnp.int32), lambda: plain)
+
+    drawn, best = jax.lax.cond(special, restricted, unrestricted)
+    token = jnp.where(forced >= 0, forced, jnp.where(greedy, best, drawn)).astype(jnp.int32)
+    normalizer = jnp.log(total)
     if valid < logits.shape[-1]:
         normalizer = jnp.logaddexp(normalizer, jax.nn.logsumexp(scaled[:, valid:], axis=-1))
-    keep = jax.lax.cond(filters, allowed, lambda mass, _: jnp.ones(mass.shape, bool), mass, knobs)
-    # On a CPU the index of the largest takes as long as the rest: only where it is asked for.
-    best = jax.lax.cond(greedy.any(), lambda x: x.argmax(-1), lambda x: jnp.zeros(len(x), jnp.int32), candidates)
-    token = jnp.where(greedy, best, inverse_cdf(jnp.where(keep, mass, 0.0), uniform))
-    token = jnp.where(forced >= 0, forced, token).astype(jnp.int32)
-    return token, jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - normalizer
+    logp = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - normalizer
+    likely, ids = jax.lax.top_k(scaled, alternatives)
+    return token, logp, ids.astype(jnp.int32), likely - normalizer[:, None]

@@ -1,47 +1,43 @@
-"""The host side of sampling: requests wait in a queue, slots are refilled between dispatches.
+"""The host side of sampling: requests wait in a queue, slots and pages are given out between dispatches.
 
-`submit` takes requests, `step` runs one dispatch and returns what finished, `abort` takes requests out with what
-they have drawn; an aborted request may be submitted again and goes on bit for bit as if it had never stopped.
-Nothing here depends on time: the same requests in the same order give the same dispatches.
+`submit` takes requests, `step` starts one dispatch and returns what the one before it finished, so that what the
+caller does with those happens while the device decodes. `abort` takes requests out with what they have drawn; an
+aborted request may be submitted again and goes on bit for bit as if it had never stopped, and so does one that had to
+give its pages to older ones. Nothing here depends on time: the same calls give the same dispatches.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import math
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
 
-from rljax.sample import SamplingParams
+from rljax.sampler import requests as asked
+from rljax.sampler.cache import Chunk
+from rljax.sampler.decode import Drawn, Slots
 from rljax.sampler.engine import Engine
-from rljax.sampler.sampling import Knobs
+from rljax.sampler.pages import Prompt
+from rljax.sampler.prefill import Prefix
+from rljax.sampler.requests import Request
 from rljax.types import Params
 
+__all__ = ["Request", "Scheduler", "complete"]
+
+RESERVE = 8  # slots for which one page stays free when another enters
 FindStop = Callable[[Sequence[int], tuple[str, ...], int], "tuple[int, str] | None"]
-LEAST_TEMPERATURE = 1e-6  # below it the quotient overflows float32; 0 is greedy
-MOST_TOP_K = 2**31 - 1
-MOST_UID = 2**32 - 1  # the random key folds in 32 bits
 
 
 @dataclasses.dataclass
-class Request:
-    """One sequence: the prompt `context`, and `tokens` drawn so far, at most params.max_new_tokens.
+class LongPrompt:
+    """A prompt that is prefilled chunk after chunk, one between two dispatches."""
 
-    Tokens that are there on submission are taken over and fed to the model again, before new ones are drawn; where
-    their log-probs are there they stay too, and those that are missing are filled in.
-    """
-
-    uid: int
-    context: list[int]
-    params: SamplingParams
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)  # nats
-    end_reason: str = ""  # stop, length, abort; "" while it runs
-    text: str | None = None  # what stands before the stop string that ended it
-    taken: int = dataclasses.field(default=0, repr=False)  # tokens of this one that its slot has behind it
+    prompt: Prompt
+    prefix: Prefix
+    done: int = 0
 
 
 class Scheduler:
@@ -53,8 +49,15 @@ class Scheduler:
         self.engine, self.find_stop = engine, find_stop
         self.queue: collections.deque[Request] = collections.deque()
         self.slots: list[Request | None] = [None] * engine.config.slots
-        self.state = engine.fresh_state()
-        self.dispatches = self.drawn = self.slot_steps = self.shared_tokens = 0
+        self.tables, self.chunks = engine.tables(), list[Chunk]()
+        self._entered = [0] * engine.config.slots  # when: a rising number
+        self._clock = 0
+        self._waiting: collections.Counter[tuple[int, ...]] = collections.Counter()  # prompts in the queue
+        self._long: LongPrompt | None = None
+        self._flight: tuple[Drawn, list[Request | None]] | None = None  # a dispatch that runs, and whom it serves
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    # --- in and out --------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Append all to the queue, or none: ValueError, naming the request and the numbers, where a context is empty
@@ -62,28 +65,16 @@ class Scheduler:
         requests = list(requests)
         uids = {request.uid for request in [*self.queue, *self.slots] if request}
         for request in requests:
-            _check_request(request)
-            self._check_fit(request)
+            asked.check(request, self.engine.config, self.engine.cfg.vocab_size)
+            self.engine.bucket(len(request.context))
+            if request.params.stop and self.find_stop is None:
+                raise ValueError(f"request {request.uid} has stop strings, but the scheduler has no tokenizer")
             if request.uid in uids:
                 raise ValueError(f"request {request.uid}: another with this uid is in flight; uids are unique")
             uids.add(request.uid)
         for request in requests:
-            request.end_reason, request.text, request.taken = "", None, 0
-        self.queue.extend(requests)
-
-    def _check_fit(self, request: Request) -> None:
-        context, new, cache = len(request.context), request.params.max_new_tokens, self.engine.config.cache_len
-        if context + new > cache:
-            raise ValueError(f"request {request.uid}: {context} context + {new} new tokens exceed the cache of {cache} "
-                             f"(sampler.length_buckets)")
-        if request.params.stop and self.find_stop is None:
-            raise ValueError(f"request {request.uid} has stop strings, but the scheduler has no tokenizer")
-        vocab = self.engine.cfg.vocab_size
-        least, most = min(*request.context, *request.tokens, 0), max(*request.context, *request.tokens, 0)
-        if least < 0 or most >= vocab:
-            bad = least if least < 0 else most
-            raise ValueError(f"request {request.uid}: token {bad} is none of the model's {vocab}")
-        self.engine.bucket(context)
+            request.end_reason, request.text = "", None
+        self._enqueue(requests)
 
     @property
     def busy(self) -> int:
@@ -91,67 +82,219 @@ class Scheduler:
         return len(self.queue) + sum(slot is not None for slot in self.slots)
 
     def step(self, params: Params) -> list[Request]:
-        """Refill free slots, run one dispatch, return the requests that ended, in slot order."""
+        """Collect the dispatch that runs, refill slots, start the next; the requests that ended, in slot order."""
+        finished = self._collect()
         self._refill(params)
-        if not any(self.slots):
-            return []
-        self.state, *outputs = self.engine.generate(params, self.state, self._forced())
-        tokens, logprobs, counts = (part.tolist() for part in jax.device_get(outputs))
-        self.dispatches += 1
-        self.slot_steps += max(counts) * len(self.slots)
-        finished, stopped = [], []
-        for index, request in enumerate(self.slots):
-            if request is None:
-                continue
-            self._extend(request, tokens[index][: counts[index]], logprobs[index][: counts[index]])
-            if request.end_reason:
-                finished.append(request)
-                self.slots[index] = None
-                if not self._ended_on_device(request):
-                    stopped.append(index)
-        self._free(stopped)
+        self._dispatch(params)
         return finished
 
-    def take_counts(self) -> dict[str, int]:
-        """Counters since the last call: tokens drawn, slots x steps, and context tokens that a group shared."""
-        counts = {"drawn": self.drawn, "slot_steps": self.slot_steps, "shared_tokens": self.shared_tokens}
-        self.drawn = self.slot_steps = self.shared_tokens = 0
-        return counts
-
     def abort(self, uids: Iterable[int] | None = None) -> list[Request]:
-        """Take requests (all by default) out of slots and queue, with what they have drawn."""
+        """Take requests (all by default) out of slots and queue, with what they had drawn before the dispatch that
+        runs."""
         wanted = None if uids is None else set(uids)
-        taken, indices = [], []
+        taken = []
         for index, request in enumerate(self.slots):
             if request and (wanted is None or request.uid in wanted):
                 taken.append(request)
-                indices.append(index)
-                self.slots[index] = None
-        self._free(indices)
+                self._leave(index)
         waiting = [r for r in self.queue if wanted is None or r.uid in wanted]
-        self.queue = collections.deque(r for r in self.queue if wanted is not None and r.uid not in wanted)
+        kept = [r for r in self.queue if wanted is not None and r.uid not in wanted]
+        self.queue.clear()
+        self._waiting.clear()
+        self._enqueue(kept)
         for request in taken + waiting:
             request.end_reason = "abort"
+        if wanted is None:
+            self._long = None
+        self.tables.drop(self._waiting)
         return taken + waiting
 
-    def _forced(self) -> np.ndarray | None:
-        """The tokens of the next dispatch that requests have already, [S, steps], -1 elsewhere; None without any."""
+    def release(self) -> None:
+        """Give the cache's memory back; it is made anew when it is needed. Nothing may be in flight."""
+        if self.busy:
+            raise ValueError(f"{self.busy} requests are in flight: the cache is in use")
+        self._flight, self.tables, self.chunks = None, self.engine.tables(), []
+
+    def take_counts(self) -> dict[str, int]:
+        """Counters since the last call: tokens drawn, slots x steps, context tokens that a group shared, requests that
+        gave up their pages, and dispatches."""
+        names = ("drawn", "slot_steps", "shared_tokens", "preempted", "dispatches")
+        counts = {name: self._counts[name] for name in names}
+        self._counts.clear()
+        return counts
+
+    def _enqueue(self, requests: Sequence[Request], first: bool = False) -> None:
+        for request in requests:
+            request.taken, request.prompt = 0, tuple(request.context[:-1])
+            self._waiting[request.prompt] += 1
+            (self.queue.appendleft if first else self.queue.append)(request)
+
+    def _leave(self, index: int) -> None:
+        """Free a slot and its pages; a prompt that nobody reads or waits for is forgotten."""
+        self.slots[index] = None
+        self.tables.leave(index)
+        self.tables.drop(self._waiting)
+
+    # --- prompts -----------------------------------------------------------------------------------------------------
+
+    def _refill(self, params: Params) -> None:
+        """Fill free slots from the queue. While others decode, at most one prefill program runs, so that they go on."""
+        decoding = any(self.slots)
+        self._join(params)
+        while self.queue and None in self.slots:
+            if self._long:
+                self._extend(params)
+            elif not self._prefill(params):
+                return
+            self._join(params)
+            if decoding:
+                return
+
+    def _join(self, params: Params) -> None:
+        """Let waiting requests whose prompt is stored take free slots, in the queue's order."""
+        left = []
+        while self.queue and None in self.slots and len(left) < len(self.slots):
+            request = self.queue.popleft()
+            if not self._place(request):
+                left.append(request)
+            elif request.params.prompt_logprobs and request.prompt_logprobs is None:
+                request.prompt_logprobs = self.engine.prompt_logprobs(params, request.context)
+        self.queue.extendleft(reversed(left))
+
+    def _place(self, request: Request) -> bool:
+        prompt = self.tables.find(request.prompt)
+        # Some pages are left for those that decode, or the new one would soon have to give its page back.
+        reserve = sum(slot is not None for slot in self.slots) // RESERVE
+        if prompt is None or not prompt.ready or len(self.tables.own_pool) <= reserve:
+            return False
+        index, shared = self.slots.index(None), prompt.readers > 0
+        self.tables.join(index, prompt)
+        self.tables.grow(index)
+        self.slots[index], self._entered[index] = request, self._clock
+        self._clock += 1
+        self._waiting[request.prompt] -= 1
+        if not self._waiting[request.prompt]:
+            del self._waiting[request.prompt]
+        self._counts["shared_tokens"] += len(request.context) * shared
+        return True
+
+    def _prefill(self, params: Params) -> bool:
+        """Store the prompts that wait longest, as many as one program takes; False where none can be stored."""
+        batch, first = list[Prompt](), 0
+        for request in itertools.islice(self.queue, self.slots.count(None)):
+            bucket = self.engine.bucket(len(request.context))
+            rows = max(1, self.engine.rows(bucket))
+            if self.tables.find(request.prompt) or (batch and (bucket != first or len(batch) == rows)):
+                continue
+            if (prompt := self.tables.store(request.prompt)) is None:
+                break
+            first = bucket
+            batch.append(prompt)
+        if not batch:
+            return False
+        if self.engine.rows(first) == 0:
+            self._long = LongPrompt(batch[0], self.engine.long_prefix())
+            self._extend(params)
+            return True
+        if any(prompt.tokens for prompt in batch):
+            self._insert(self.engine.prefill(params, [prompt.tokens for prompt in batch], first), batch)
+        for prompt in batch:
+            prompt.ready = True
+        return True
+
+    def _insert(self, prefix: Prefix, prompts: Sequence[Prompt]) -> None:
+        self._grow_chunks()
+        self.engine.insert(self.chunks, prefix, [prompt.pages for prompt in prompts])
+
+    def _grow_chunks(self) -> None:
+        while len(self.chunks) < self.engine.level(self.tables.highest()):
+            self.chunks.append(self.engine.chunk(len(self.chunks)))
+
+    def _extend(self, params: Params) -> None:
+        """One more chunk of the long prompt; after the last it is stored."""
+        job = self._long
+        job.prefix = self.engine.extend(params, job.prefix, job.prompt.tokens, job.done)
+        job.done += self.engine.config.prefill_chunk
+        if job.done >= len(job.prompt.tokens):
+            self._insert(job.prefix, [job.prompt])
+            job.prompt.ready, self._long = True, None
+
+    # --- dispatches --------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, params: Params) -> None:
+        """Start a dispatch for the slots that are taken."""
+        self._find_pages()
+        if not any(self.slots):
+            return
+        self._grow_chunks()
+        drawn = self.engine.generate(params, self.chunks, self._arguments(), self.tables, self._forced())
+        self._flight = (drawn, list(self.slots))
+        self._counts["dispatches"] += 1
+
+    def _find_pages(self) -> None:
+        """A page for what each slot writes next, for the oldest first; where none is left, the youngest gives way."""
+        for index in sorted((i for i, r in enumerate(self.slots) if r), key=lambda i: self._entered[i]):
+            while self.slots[index] and not self.tables.grow(index):
+                youngest = max((i for i, r in enumerate(self.slots) if r), key=lambda i: self._entered[i])
+                request = self.slots[youngest]
+                self._enqueue([request], first=True)
+                self._leave(youngest)
+                self._counts["preempted"] += 1
+
+    def _arguments(self) -> Slots:
+        """What the device needs to know of the slots."""
+        made = Slots.idle(len(self.slots))
+        for index, request in enumerate(self.slots):
+            if request:
+                asked.fill(made, index, request)
+        return made
+
+    def _forced(self) -> np.ndarray:
+        """The tokens of the next dispatch that requests have already, [S, T], -1 elsewhere."""
         steps = self.engine.config.steps_per_dispatch
-        forced = None
+        forced = np.full((len(self.slots), steps), -1, np.int32)
         for index, request in enumerate(self.slots):
             if request and request.taken < len(request.tokens):
-                forced = np.full((len(self.slots), steps), -1, np.int32) if forced is None else forced
                 known = request.tokens[request.taken : request.taken + steps]
                 forced[index, : len(known)] = known
         return forced
 
-    def _extend(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
+    def _collect(self) -> list[Request]:
+        """Wait for the dispatch that runs and take over what it gave; the requests that ended leave their slots."""
+        if self._flight is None:
+            return []
+        (drawn, served), self._flight = self._flight, None
+        drawn = jax.device_get(drawn)
+        counts, tokens, logprobs = drawn.counts.tolist(), drawn.tokens.tolist(), drawn.logprobs.tolist()
+        self._counts["slot_steps"] += max(counts) * len(self.slots)
+        finished = []
+        for index, request in enumerate(served):
+            if request is None or self.slots[index] is not request:
+                continue
+            count = counts[index]
+            self._extend_request(request, tokens[index][:count], logprobs[index][:count])
+            if request.params.top_logprobs:
+                self._add_top(request, drawn.top_ids[index, :count], drawn.top_logprobs[index, :count])
+            self.tables.own_len[index] += len(tokens[index])
+            if request.end_reason:
+                finished.append(request)
+                self._leave(index)
+        return finished
+
+    def _add_top(self, request: Request, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        most, known = request.params.top_logprobs, len(request.top)
+        pairs = zip(ids[:, :most].tolist(), logprobs[:, :most].tolist(), strict=True)
+        rows = [list(zip(*pair, strict=True)) for pair in pairs]
+        request.top.extend(rows[known - request.taken + len(rows) :])
+        del request.top[len(request.tokens) :]
+
+    def _extend_request(self, request: Request, tokens: list[int], logprobs: list[float]) -> None:
         """Add what a dispatch gave, less what the request had already, and say in `end_reason` if it ended."""
         before, start = len(request.tokens), request.taken
         request.tokens.extend(tokens[before - start :])
         request.logprobs.extend(logprobs[len(request.logprobs) - start :])
         request.taken += len(tokens)
-        self.drawn += len(request.tokens) - before
+        self._counts["drawn"] += len(request.tokens) - before
         if len(request.tokens) > before:
             request.end_reason = self._end_reason(request, before)
         elif request.taken >= request.params.max_new_tokens:
@@ -159,79 +302,14 @@ class Scheduler:
 
     def _end_reason(self, request: Request, before: int) -> str:
         """Why the request ended ("" if it goes on). A stop string cuts what was drawn after it."""
-        if request.params.stop and (found := self.find_stop(request.tokens, request.params.stop, before)):
+        p, start = request.params, max(before, request.params.min_new_tokens)
+        if p.stop and start < len(request.tokens) and (found := self.find_stop(request.tokens, p.stop, start)):
             count, request.text = found
             del request.tokens[count:], request.logprobs[count:]
             return "stop"
         if request.tokens[-1] in self.engine.config.stop_ids:
             return "stop"
-        return "length" if len(request.tokens) >= request.params.max_new_tokens else ""
-
-    def _ended_on_device(self, request: Request) -> bool:
-        """Whether the device knows that the slot is idle: it does not know of stop strings."""
-        at_end = request.tokens[-1] in self.engine.config.stop_ids
-        return at_end or len(request.tokens) >= request.params.max_new_tokens
-
-    def _free(self, indices: list[int]) -> None:
-        """Mark slots idle on the device, so that the early exit is not kept waiting."""
-        if indices:
-            keep = np.ones(len(self.slots), np.int32)
-            keep[indices] = 0
-            self.state = self.engine.keep(self.state, keep)
-
-    def _refill(self, params: Params) -> None:
-        """Fill free slots from the queue; requests with the same context share one prefill row."""
-        free = [index for index, slot in enumerate(self.slots) if slot is None]
-        entering: dict[int, dict[tuple[int, ...], list[tuple[int, Request]]]] = {}
-        for index in free[: len(self.queue)]:
-            request = self.queue.popleft()
-            self.slots[index] = request
-            by_context = entering.setdefault(self.engine.bucket(len(request.context)), {})
-            by_context.setdefault(tuple(request.context), []).append((index, request))
-        for bucket, by_context in sorted(entering.items()):
-            contexts, rows = list(by_context), self.engine.rows(bucket)
-            for start in range(0, len(contexts), rows):
-                part = contexts[start : start + rows]
-                self._enter(params, part, [by_context[context] for context in part])
-
-    def _enter(self, params: Params, contexts: list[tuple[int, ...]], members: list[list[tuple[int, Request]]]) -> None:
-        """Prefill `contexts` and insert row r into the slots of members[r]."""
-        count = len(self.slots)
-        source, uids = np.full(count, -1, np.int32), np.zeros(count, np.uint32)
-        tokens, positions, remaining = (np.zeros(count, np.int32) for _ in range(3))
-        knobs = Knobs(np.zeros(count, np.float32), np.zeros(count, np.int32), *np.zeros((2, count), np.float32))
-        for row, entries in enumerate(members):
-            self.shared_tokens += len(contexts[row]) * (len(entries) - 1)
-            for index, request in entries:
-                p = request.params
-                source[index], uids[index] = row, request.uid
-                tokens[index], positions[index] = request.context[-1], len(request.context) - 1
-                remaining[index] = p.max_new_tokens
-                knobs.temperature[index], knobs.top_k[index] = p.temperature, p.top_k
-                knobs.top_p[index], knobs.min_p[index] = p.top_p, p.min_p
-        prefix = self.engine.prefill(params, contexts)
-        slots = {"tokens": tokens, "positions": positions, "remaining": remaining, "knobs": knobs}
-        self.state = self.engine.insert(self.state, prefix, source, uids, slots)
-
-
-def _check_request(request: Request) -> None:
-    """Raise ValueError for what no engine can draw."""
-    uid, p = request.uid, request.params
-    if not request.context or p.max_new_tokens < 1:
-        raise ValueError(f"request {uid}: {len(request.context)} context tokens and max_new_tokens {p.max_new_tokens}; "
-                         f"both must be at least 1")
-    if not 0 <= uid <= MOST_UID:
-        raise ValueError(f"request {uid}: a uid is between 0 and {MOST_UID}")
-    if len(request.logprobs) > len(request.tokens) or len(request.tokens) > p.max_new_tokens:
-        raise ValueError(f"request {uid}: {len(request.logprobs)} log-probs for {len(request.tokens)} tokens, and "
-                         f"max_new_tokens {p.max_new_tokens}; each is at most the next")
-    if p.temperature != 0 and not LEAST_TEMPERATURE <= p.temperature < math.inf:
-        raise ValueError(f"request {uid}: temperature {p.temperature} is neither 0 (greedy) nor a number from "
-                         f"{LEAST_TEMPERATURE} on")
-    if not 0 < p.top_p <= 1 or not 0 <= p.min_p <= 1:
-        raise ValueError(f"request {uid}: top_p {p.top_p} must be above 0 and at most 1, min_p {p.min_p} from 0 to 1")
-    if not -1 <= p.top_k <= MOST_TOP_K:
-        raise ValueError(f"request {uid}: top_k {p.top_k} is neither -1 or 0 (off) nor from 1 to {MOST_TOP_K}")
+        return "length" if len(request.tokens) >= p.max_new_tokens else ""
 
 
 def complete(scheduler: Scheduler, params: Params, requests: Sequence[Request]) -> list[Request]:

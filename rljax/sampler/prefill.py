@@ -1,0 +1,105 @@
+"""Keys and values of prompts: several short ones in one program, a long one chunk after chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rljax import ops
+from rljax.models import decoder
+from rljax.models.config import ModelConfig
+from rljax.types import Params
+
+Prefix = tuple[list[jax.Array], list[jax.Array]]  # per layer keys [rows, K, h, L] and values [rows, K, L, h]
+QUERY_BLOCK = 128  # queries of a later chunk whose scores are held at once
+
+
+def per_layer(cfg: ModelConfig) -> list[tuple[int, int]]:
+    """(window, RoPE table) of every layer."""
+    windows, tables = decoder.layer_tables(cfg)
+    return [(int(window), int(table)) for window, table in zip(windows, tables)]
+
+
+def run(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array, lengths: jax.Array
+        ) -> tuple[jax.Array, Prefix]:
+    """Hidden states [rows, bucket, D] before the final norm, and the keys and values, of whole prompts.
+
+    tokens [rows, bucket] int32, lengths [rows].
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    segments = (positions < lengths[:, None]).astype(jnp.int32)
+    cos, sin = decoder.rope_tables(cfg, positions)
+    x = decoder.embed(cfg, params, tokens, dtype)
+    keys, values = [], []
+
+    def attend(q, k, v, window):
+        keys.append(k.transpose(0, 2, 3, 1))
+        values.append(v.swapaxes(1, 2))
+        return ops.attention(q, k, v, segments, window, scale=cfg.attention_scale, softcap=cfg.attention_softcap)
+
+    for weights, (window, table) in zip(params["layers"], per_layer(cfg), strict=True):
+        x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), weights, x, attend)
+    return x, (keys, values)
+
+
+def prefill(cfg: ModelConfig, dtype: Any, size: int, params: Params, tokens: jax.Array, lengths: jax.Array) -> Prefix:
+    """Keys and values of whole prompts, padded to pages of `size` positions."""
+    _, (keys, values) = run(cfg, dtype, params, tokens, lengths)
+    more = -tokens.shape[1] % size
+    return ([jnp.pad(k, ((0, 0), (0, 0), (0, 0), (0, more))) for k in keys],
+            [jnp.pad(v, ((0, 0), (0, 0), (0, more), (0, 0))) for v in values])
+
+
+def extend(cfg: ModelConfig, dtype: Any, params: Params, prefix: Prefix, tokens: jax.Array, start: jax.Array) -> Prefix:
+    """The next chunk of one long prompt: tokens [1, chunk], at positions from `start` on; prefix [1, K, h, L] and
+    [1, K, L, h] is filled up to there, and L holds the chunk. What is beyond the prompt's end is padding that nobody
+    reads."""
+    positions = start + jnp.arange(tokens.shape[1])[None, :]
+    cos, sin = decoder.rope_tables(cfg, positions)
+    x = decoder.embed(cfg, params, tokens, dtype)
+    keys, values = [], []
+
+    def attend(q, k, v, window):
+        old_keys, old_values = (part[len(keys)] for part in prefix)
+        keys.append(jax.lax.dynamic_update_slice(old_keys, k.transpose(0, 2, 3, 1), (0, 0, 0, start)))
+        values.append(jax.lax.dynamic_update_slice(old_values, v.swapaxes(1, 2), (0, 0, start, 0)))
+        return _attend_chunk(cfg, q, keys[-1], values[-1], start, window)
+
+    for weights, (window, table) in zip(params["layers"], per_layer(cfg), strict=True):
+        x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), weights, x, attend)
+    return keys, values
+
+
+def _attend_chunk(cfg: ModelConfig, q: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array, window: int):
+    """q [1, chunk, H, h] at positions from `start` on over keys [1, K, h, L]: [1, chunk, H, h]."""
+    _, chunk, heads, width = q.shape
+    block = min(QUERY_BLOCK, chunk)
+    q = jnp.pad(q[0], ((0, -chunk % block), (0, 0), (0, 0)))
+    q = q.reshape(-1, block, keys.shape[1], heads // keys.shape[1], width)
+    at = jnp.arange(keys.shape[3])[None, :]
+
+    def one(taken):
+        queries, first = taken
+        position = first + jnp.arange(block)[:, None]
+        scores = jnp.einsum("qkgh,khl->kgql", queries, keys[0], preferred_element_type=jnp.float32)
+        scores = ops.softcap(scores * cfg.attention_scale, cfg.attention_softcap)
+        seen = (at <= position) & ((at > position - window) if window else True)
+        weights = jax.nn.softmax(jnp.where(seen, scores, ops.MASKED), axis=-1).astype(queries.dtype)
+        return jnp.einsum("kgql,klh->qkgh", weights, values[0])
+
+    out = jax.lax.map(one, (q, start + block * jnp.arange(len(q))))
+    return out.reshape(1, -1, heads, width)[:, :chunk]
+
+
+def prompt_logprobs(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Log-prob of each prompt token after those before it, at temperature 1: [rows, bucket] float32, nats; the first
+    and padding have 0."""
+    hidden, _ = run(cfg, dtype, params, tokens, lengths)
+    hidden = decoder.final_norm(cfg, params, hidden)
+    position = jnp.arange(tokens.shape[1])[None, :]
+    shifted = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    return ops.token_logprobs(
+        shifted, decoder.head_weight(cfg, params).astype(hidden.dtype), tokens,
+        ((position > 0) & (position < lengths[:, None])).astype(jnp.int32), softcap=cfg.logits_softcap)[0]

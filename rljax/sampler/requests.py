@@ -1,0 +1,92 @@
+"""What a sampler is asked for: one `Request` per sequence, and what makes one impossible."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from rljax.sample import SamplingParams
+from rljax.sampler.decode import MOST_BIASES, EngineConfig, Slots
+
+LEAST_TEMPERATURE = 1e-6  # below it the quotient overflows float32; 0 is greedy
+MOST_TOP_K = 2**31 - 1
+MOST_UID = 2**32 - 1  # the random key folds in 32 bits
+
+
+@dataclasses.dataclass
+class Request:
+    """One sequence: the prompt `context`, and `tokens` drawn so far, at most params.max_new_tokens.
+
+    Tokens that are there on submission are taken over and fed to the model again, before new ones are drawn; where
+    their log-probs are there they stay too, and those that are missing are filled in.
+    """
+
+    uid: int
+    context: list[int]
+    params: SamplingParams
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)  # nats
+    end_reason: str = ""  # stop, length, abort; "" while it runs
+    text: str | None = None  # what stands before the stop string that ended it
+    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)  # each token's (id, nats)
+    prompt_logprobs: list[float] | None = None  # nats, as long as the context; 0 for its first token
+    # The scheduler's: what prefill stores of the context, all but the token that decoding feeds first, and how many
+    # tokens of this one its slot has behind it.
+    prompt: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+    taken: int = dataclasses.field(default=0, repr=False)
+
+
+def check(request: Request, engine: EngineConfig, vocab: int) -> None:
+    """Raise ValueError, naming the request and the numbers, for what the engine cannot draw."""
+    uid, p = request.uid, request.params
+    if not request.context or p.max_new_tokens < 1:
+        raise ValueError(f"request {uid}: {len(request.context)} context tokens and max_new_tokens {p.max_new_tokens}; "
+                         f"both must be at least 1")
+    if not 0 <= uid <= MOST_UID:
+        raise ValueError(f"request {uid}: a uid is between 0 and {MOST_UID}")
+    if len(request.logprobs) > len(request.tokens) or len(request.tokens) > p.max_new_tokens:
+        raise ValueError(f"request {uid}: {len(request.logprobs)} log-probs for {len(request.tokens)} tokens, and "
+                         f"max_new_tokens {p.max_new_tokens}; each is at most the next")
+    if len(request.context) + p.max_new_tokens > engine.cache_len:
+        raise ValueError(f"request {uid}: {len(request.context)} context + {p.max_new_tokens} new tokens exceed the "
+                         f"cache of {engine.cache_len} (sampler.length_buckets)")
+    ids = [*request.context, *request.tokens, *(token for token, _ in p.logit_bias), 0]
+    if min(ids) < 0 or max(ids) >= vocab:
+        bad = min(ids) if min(ids) < 0 else max(ids)
+        raise ValueError(f"request {uid}: token {bad} is none of the model's {vocab}")
+    check_knobs(uid, p, engine)
+
+
+def check_knobs(uid: int, p: SamplingParams, engine: EngineConfig) -> None:
+    """The part of `check` that is about how tokens are drawn."""
+    if p.temperature != 0 and not LEAST_TEMPERATURE <= p.temperature < math.inf:
+        raise ValueError(f"request {uid}: temperature {p.temperature} is neither 0 (greedy) nor a number from "
+                         f"{LEAST_TEMPERATURE} on")
+    if not 0 < p.top_p <= 1 or not 0 <= p.min_p <= 1:
+        raise ValueError(f"request {uid}: top_p {p.top_p} must be above 0 and at most 1, min_p {p.min_p} from 0 to 1")
+    if not -1 <= p.top_k <= MOST_TOP_K:
+        raise ValueError(f"request {uid}: top_k {p.top_k} is neither -1 or 0 (off) nor from 1 to {MOST_TOP_K}")
+    if not 0 <= p.min_new_tokens <= p.max_new_tokens:
+        raise ValueError(f"request {uid}: min_new_tokens {p.min_new_tokens} is not from 0 to max_new_tokens "
+                         f"{p.max_new_tokens}")
+    biases = dict(p.logit_bias)
+    if len(biases) < len(p.logit_bias) or len(biases) > MOST_BIASES or not all(map(math.isfinite, biases.values())):
+        raise ValueError(f"request {uid}: logit_bias takes up to {MOST_BIASES} different tokens with finite values, not "
+                         f"{p.logit_bias}")
+    if not 0 <= p.top_logprobs <= engine.alternatives:
+        raise ValueError(f"request {uid}: top_logprobs {p.top_logprobs} is not from 0 to the engine's "
+                         f"{engine.alternatives} (sampler.top_logprobs)")
+
+
+def fill(slots: Slots, index: int, request: Request) -> None:
+    """Write to slot `index` what the device needs to know of the request, of which it was fed `taken` tokens."""
+    p, done = request.params, request.taken
+    slots.tokens[index] = request.tokens[done - 1] if done else request.context[-1]
+    slots.positions[index] = len(request.context) - 1 + done
+    slots.remaining[index], slots.hold[index] = p.max_new_tokens - done, p.min_new_tokens - done
+    slots.uids[index] = request.uid
+    slots.knobs.temperature[index], slots.knobs.top_k[index] = p.temperature, p.top_k
+    slots.knobs.top_p[index], slots.knobs.min_p[index] = p.top_p, p.min_p
+    if p.logit_bias:
+        ids, values = zip(*p.logit_bias, strict=True)
+        slots.knobs.bias_ids[index, : len(ids)], slots.knobs.bias[index, : len(ids)] = ids, values

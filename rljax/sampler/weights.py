@@ -1,0 +1,74 @@
+"""The sampler's copy of the weights: cast or quantised, laid out for decoding, made on the device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from rljax import sharding
+from rljax.models import decoder
+from rljax.models.config import ModelConfig
+from rljax.sampler.cache import quantize
+from rljax.types import Params
+
+
+def convert(cfg: ModelConfig, params: Params, dtype: Any, int8: bool = False) -> Params:
+    """Cast to `dtype`, layers as a list of trees: slicing stacked weights inside a decoding loop would copy them all.
+
+    int8: each matrix [in, out] of a layer becomes int8 with a float32 scale [out] beside it; experts' do not.
+    """
+    layers = [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(cfg.num_layers)]  # noqa: B023
+    cast = jax.tree.map(lambda x: x.astype(dtype), {**params, "layers": layers})
+    if int8:
+        cast["layers"] = [_int8(layer) | {n: cast_layer[n] for n in layer if not _is_matrix(n, layer[n])}
+                          for layer, cast_layer in zip(layers, cast["layers"], strict=True)]
+    return cast
+
+
+def _is_matrix(name: str, leaf: Any) -> bool:
+    return name.endswith("_proj") and len(leaf.shape) == 2
+
+
+def _int8(layer: Params) -> Params:
+    made = {}
+    for name, leaf in layer.items():
+        if _is_matrix(name, leaf):
+            made[name], made[decoder.scale_name(name)] = quantize(leaf, 0)
+    return made
+
+
+def shardings(cfg: ModelConfig, mesh: Mesh, int8: bool = False) -> Params:
+    """Shardings of what `convert` gives."""
+    specs = decoder.specs(cfg)
+    rules = sharding.ROLLOUT_RULES
+    layer = {name: decoder.Spec(leaf.shape[1:], leaf.axes[1:], leaf.init) for name, leaf in specs["layers"].items()}
+    if int8:
+        layer |= {decoder.scale_name(name): decoder.Spec(leaf.shape[1:], leaf.axes[1:], "ones")
+                  for name, leaf in layer.items() if _is_matrix(name, leaf)}
+    rest = {name: specs[name] for name in specs if name != "layers"}
+    one_layer = sharding.tree_shardings(layer, rules, mesh)
+    return {**sharding.tree_shardings(rest, rules, mesh), "layers": [one_layer] * cfg.num_layers}
+
+
+class Converter:
+    """`convert` as one program per layout of what comes in."""
+
+    def __init__(self, cfg: ModelConfig, mesh: Mesh, dtype: Any, int8: bool):
+        made = functools.partial(convert, cfg, dtype=dtype, int8=int8)
+        self.shardings = shardings(cfg, mesh, int8)
+        self._fresh = jax.jit(made, out_shardings=self.shardings)
+        self._again = jax.jit(lambda old, params: made(params), out_shardings=self.shardings, donate_argnums=0,
+                              keep_unused=True)
+
+    def __call__(self, params: Params, old: Params | None = None) -> Params:
+        """The copy of `params`; with `old`, a copy that nobody needs any more, in its memory."""
+        return self._fresh(params) if old is None else self._again(old, params)
+
+    def shapes(self, params: Params) -> Params:
+        """What `__call__` gives, as shapes with shardings; `params` may be shapes as well."""
+        made = jax.eval_shape(self._fresh, params)
+        return jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+                            made, self.shardings)

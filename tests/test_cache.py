@@ -1,0 +1,202 @@
+"""The paged cache: what is written is read, at any place, level and dtype; budget, chunked prefill, kernels' programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sampler_helpers as tiny
+from jax import export
+from sampler_helpers import draw, request, same
+
+from rljax import sharding
+from rljax.sample import SamplingParams
+from rljax.sampler import cache, decode
+from rljax.sampler.decode import Slots
+from rljax.sampler.engine import Engine
+from rljax.sampler.scheduler import Request, Scheduler
+
+TRITON = "__gpu$xla.gpu.triton"
+TIGHT = dataclasses.replace(tiny.SHAPE, slots=6, cache_tokens=14 * 8, prefill_chunk=8, levels=1)
+
+
+def some(count=12, least=0):
+    lengths = zip(range(count), (5, 1, 8, 9, 3, 17, 2, 31, 12, 3, 25, 4))
+    return [request(i, n, 17 if least else 10, min_new_tokens=least) for i, n in lengths]
+
+
+@functools.cache
+def tight():
+    return Engine(tiny.CONFIG, TIGHT, tiny.one_device())
+
+
+def test_quantized_values_come_back_within_half_a_step():
+    x = jax.random.normal(jax.random.key(0), (3, 5, 64)) * jnp.array([1e-3, 1.0, 0.0, 50.0, 7.0])[:, None]
+    whole, scale = cache.quantize(x, -1)
+    assert whole.dtype == jnp.int8 and scale.shape == (3, 5) and (scale > 0).all()
+    assert (jnp.abs(whole * scale[..., None] - x) <= scale[..., None] * 0.5001).all()
+
+
+def test_partials_of_any_split_merge_to_the_softmax():
+    """Pages in any order, a prompt's pages shared by two slots, a window over their border: as plain attention."""
+    rng = np.random.default_rng(0)
+    heads, group, width, size = 2, 2, 16, 4
+    lengths, prompt = np.array([5, 9, 3]), np.array([6, 6, 0])  # own and of the prompt, which slots 0 and 1 share
+    own = np.array([[4, 1, -1], [7, 0, 3], [2, -1, -1]], np.int32)
+    shared = np.array([[1, 0], [1, 0], [-1, -1]], np.int32)
+    keys = rng.normal(size=(3, 16, heads, width)).astype(np.float32)
+    values = rng.normal(size=(3, 16, heads, width)).astype(np.float32)
+    keys[1, :6], values[1, :6] = keys[0, :6], values[0, :6]
+    pools = {name: cache.zeros(count, heads, width, size, jnp.float32) for name, count in (("own", 8), ("prompt", 2))}
+    for slot in range(3):
+        for table, pool, start, filled in ((shared, "prompt", 0, prompt), (own, "own", prompt[slot], lengths)):
+            for i in range(filled[slot]):
+                page, at = table[slot, i // size], i % size
+                old = pools[pool]
+                pools[pool] = cache.Pages(old.keys.at[page, :, :, at].set(keys[slot, start + i]),
+                                          old.values.at[page, :, at].set(values[slot, start + i]))
+    q = rng.normal(size=(3, heads, group, width)).astype(np.float32)
+    position = jnp.asarray(prompt + lengths - 1)
+    member = np.array([1, 0, 0], np.int32)
+    for window in (0, 7):
+        def both(q, pools):
+            zero = jnp.zeros(3, jnp.int32)
+            who = {"own": cache.reads(own, lengths, prompt, zero, 8, 1, size),
+                   "prompt": cache.reads(shared, prompt, zero, member, 2, 2, size)}
+            parts = [[cache.Pages(*(x[part] for x in (pool.keys, pool.values))) for part in (slice(0, n), slice(n, None))]
+                     for pool, n in ((pools["own"], 3), (pools["prompt"], 1))]
+            return cache.merge([
+                cache.page_partials(q, chunks, who[name], position, window, scale=0.3)  # noqa: B023
+                for name, chunks in zip(("own", "prompt"), parts, strict=True)])
+
+        found = np.asarray(jax.jit(both)(q, pools))
+        for slot in range(3):
+            total = prompt[slot] + lengths[slot]
+            first = max(0, total - window) if window else 0
+            k, v = keys[slot, first:total], values[slot, first:total]
+            scores = np.einsum("kgh,ckh->kgc", q[slot], k) * 0.3
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            expected = np.einsum("kgc,ckh->kgh", weights / weights.sum(-1, keepdims=True), v)
+            np.testing.assert_allclose(found[slot], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tight_cache_and_chunked_prefill_change_no_token():
+    """Requests give way and come back, prompts are prefilled by chunks of 8: bit for bit what each gives alone, and
+    under forced tokens the log-probs of another engine, with other slots, to 1e-5."""
+    scheduler, crowd = Scheduler(tight()), some(least=14)
+    draw(crowd, scheduler=scheduler)
+    assert scheduler.take_counts()["preempted"] > 0
+    for alone, one in zip(some(least=14), crowd, strict=True):
+        single = Scheduler(tight())
+        same(draw([alone], scheduler=single)[0], one)
+        assert single.take_counts()["preempted"] == 0
+    forced = [dataclasses.replace(r, logprobs=[], params=SamplingParams(len(r.tokens))) for r in crowd]
+    draw(forced)
+    for one, other in zip(forced, crowd, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_a_long_prompt_delays_the_others_by_one_chunk():
+    scheduler = Scheduler(tight())
+    short, long = request(0, 4, 30, temperature=0.0), request(1, 31, 4, temperature=0.0)
+    scheduler.submit([short])
+    scheduler.step(tiny.weights())
+    calls, extend, prefill = [], tight().extend, tight().prefill
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tight(), "extend", lambda *a: calls.append("extend") or extend(*a))
+        patch.setattr(tight(), "prefill", lambda *a: calls.append("prefill") or prefill(*a))
+        scheduler.submit([long, request(2, 5, 4)])
+        for expected in range(1, 5):
+            before = len(short.tokens)
+            scheduler.step(tiny.weights())
+            assert len(calls) == expected and len(short.tokens) == before + 4
+    assert calls == ["extend"] * 4, "the prompt that came first goes first"
+    while scheduler.busy:
+        scheduler.step(tiny.weights())
+    same(long, draw([request(1, 31, 4, temperature=0.0)], scheduler=Scheduler(tight()))[0])
+
+
+def test_memory_follows_what_is_in_use_and_is_given_back():
+    scheduler = Scheduler(tiny.engine())
+    draw([request(0, 5, 4)], scheduler=scheduler)
+    assert len(scheduler.chunks) == 1
+    scheduler.submit([request(i, 31, 17) for i in range(8)])
+    with pytest.raises(ValueError, match="8 requests are in flight"):
+        scheduler.release()
+    while scheduler.busy:
+        scheduler.step(tiny.weights())
+    assert len(scheduler.chunks) == 2
+    scheduler.release()
+    assert scheduler.chunks == []
+    same(draw([request(0, 5, 4)], scheduler=scheduler)[0], draw([request(0, 5, 4)])[0])
+
+
+def test_a_group_larger_than_a_prompts_members():
+    scheduler = Scheduler(tiny.engine())
+    group = draw([Request(uid, [10, 11, 12], SamplingParams(6)) for uid in range(8)], scheduler=scheduler)
+    assert scheduler.take_counts()["shared_tokens"] == 6 * 3, "stored twice, for four members each"
+    for r in group[3:6]:
+        same(draw([Request(r.uid, [10, 11, 12], SamplingParams(6))])[0], r)
+
+
+@pytest.mark.parametrize("tokens, message", [(40, "holds 5 pages of 8 tokens, but one sample of 48 tokens may need 10")])
+def test_a_cache_that_holds_no_sample_is_refused(tokens, message):
+    with pytest.raises(ValueError, match=f"sampler.cache_tokens {tokens} {message}"):
+        Engine(tiny.CONFIG, dataclasses.replace(TIGHT, cache_tokens=tokens), tiny.one_device())
+
+
+@functools.cache
+def int8():
+    shape = dataclasses.replace(tiny.SHAPE, int8_weights=True, cache_dtype=jnp.int8, levels=1)
+    engine = Engine(tiny.CONFIG, shape, tiny.one_device())
+    return engine, engine.weights(tiny.master())
+
+
+def test_int8_weights_and_cache_stay_near():
+    engine, weights = int8()
+    assert {leaf.dtype for name, leaf in weights["layers"][0].items() if name.endswith("_proj")} == {jnp.dtype("int8")}
+    exact = draw([request(i, 12, 10, temperature=0.0) for i in range(6)])
+    forced = [dataclasses.replace(r, logprobs=[], params=SamplingParams(len(r.tokens))) for r in exact]
+    scheduler = Scheduler(engine)
+    scheduler.submit(forced)
+    while scheduler.busy:
+        scheduler.step(weights)
+        held = [pages for chunk in scheduler.chunks for pages in (*chunk.own, *chunk.prompt)]
+        assert all(pages.keys.dtype == jnp.int8 for pages in held)
+    gaps = np.concatenate([np.subtract(a.logprobs, b.logprobs) for a, b in zip(forced, exact, strict=True)])
+    assert 0 < np.abs(gaps).mean() < 0.1 and np.abs(gaps).max() < 0.5
+
+
+def test_int8_is_deterministic_too():
+    engine, weights = int8()
+    together = draw(some(8), weights, Scheduler(engine))
+    for alone, one in zip(some(8)[2:5], together[2:5], strict=True):
+        same(draw([alone], weights, Scheduler(engine))[0], one)
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype if np.isscalar(x) else x.dtype),
+                        tree)
+
+
+@pytest.mark.parametrize("platform, kernel", [("tpu", "tpu"), ("cuda", "gpu")])
+def test_decoding_with_kernels_lowers_for_accelerators(platform, kernel):
+    """The whole program of a dispatch, in bfloat16, over a mesh of four: nothing but the kernels' own compilers is
+    missing here."""
+    mesh = sharding.make_mesh(2, 1, 2, jax.devices()[:4])
+    shape = dataclasses.replace(tiny.SHAPE, dtype=jnp.bfloat16, kernel=kernel, page_len=128, cache_len=256)
+    engine = Engine(tiny.CONFIG, shape, mesh)
+    weights = engine.weights.shapes(tiny.master())
+    chunks = (abstract(engine.chunk(0)),)
+    tables = engine._tables(engine.tables(), 1)
+    args = abstract((Slots.idle(8), tables, np.zeros((8, shape.steps_per_dispatch), np.int32)))
+    with jax.set_mesh(mesh):
+        made = export.export(jax.jit(functools.partial(decode.generate, tiny.CONFIG, shape)), platforms=[platform],
+                             disabled_checks=[export.DisabledSafetyCheck.custom_call(TRITON)])(
+            weights, chunks, *args)
+    assert ("tpu_custom_call" if platform == "tpu" else TRITON) in made.mlir_module()
