@@ -44,7 +44,9 @@ USUAL_SHARE = 4  # a response's usual length is the longest one's by this number
 PAGE, CPU_PAGE = 128, 64  # positions; accelerators read whole registers of 128
 KERNELS = {"tpu": "tpu", "gpu": "gpu"}  # backend -> of attention over pages
 MOST_MEMBERS = 16  # of a stored prompt; a larger group stores it again
-LEVELS, SHORT_CACHE = 3, 256  # programs that read more and more of the cache; one is enough for short responses
+CHUNK, CPU_CHUNK = 4096, 256  # tokens of a prefill program
+CPU_PARTS, CPU_ROW_LEVELS = 3, 3  # see EngineConfig
+SHORT_CACHE = 1024  # positions of a sample, up to which the whole cache is read as fast as parts of it
 PEAKS = {  # part of a device kind -> bfloat16 operations per second, dense, by the makers; the first that fits counts
     "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
     "TPU v6e": 918e12, "A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12,
@@ -287,16 +289,25 @@ def engine_config(config: ConfigDict, cfg: ModelConfig, tok: tokenizer.Tokenizer
     buckets += (next(b for b in sampler.prompt_buckets if b >= max_prompt_len(config)),)
     return EngineConfig(
         slots=slots, cache_len=fitting[0], prompt_buckets=buckets,
-        prefill_rows=_multiple(config.rollout.batch_size, shards), prefill_chunk=sampler.prefill_chunk,
+        prefill_rows=_multiple(config.rollout.batch_size, shards),
+        prefill_chunk=sampler.prefill_chunk or (CPU_CHUNK if jax.default_backend() == "cpu" else CHUNK),
         steps_per_dispatch=sampler.steps_per_dispatch,
         stop_ids=tuple(sorted({*tok.stop_ids, *config.rollout.stop_token_ids})),
         vocab_known=min(tok.vocab_size, cfg.vocab_size), dtype=dtype, seed=config.train.seed,
         members=min(max(config.rollout.n_samples_per_prompt, config.eval.n_samples), MOST_MEMBERS),
-        cache_tokens=room, levels=LEVELS if fitting[0] > SHORT_CACHE else 1, cache_dtype=cache_dtype,
+        cache_tokens=room, cache_dtype=cache_dtype, **_programs(cfg, dtype, fitting[0]),
         int8_weights=sampler.weight_dtype == "int8", alternatives=sampler.top_logprobs,
-        page_len=CPU_PAGE if jax.default_backend() == "cpu" else PAGE,
-        kernel=KERNELS.get(jax.default_backend(), "xla"),
     )
+
+
+def _programs(cfg: ModelConfig, dtype: Any, cache_len: int) -> dict[str, Any]:
+    """How decoding is compiled on this backend. A CPU's time goes with the rows of a program, and in float32 it mostly
+    gives each row the same bits in any of them; others gain little."""
+    if jax.default_backend() != "cpu":
+        return {"kernel": KERNELS[jax.default_backend()], "page_len": PAGE}
+    ladder = dtype == jnp.float32 and not cfg.num_experts and jax.process_count() == 1
+    return {"parts": CPU_PARTS if cache_len > SHORT_CACHE else 1, "row_levels": CPU_ROW_LEVELS if ladder else 1,
+            "page_len": CPU_PAGE}
 
 
 def _multiple(count: int, of: int) -> int:

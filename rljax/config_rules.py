@@ -116,6 +116,12 @@ def _check_text(config: ConfigDict) -> None:
         except re.error as error:
             raise ValueError(f"model.{key} = {config.model[key]!r}: not a regular expression: {error}") from error
     _json_object("model.chat_template_kwargs", config.model.chat_template_kwargs)
+    biases = _json_object("rollout.logit_bias", config.rollout.logit_bias)
+    require(
+        all(token.isdecimal() and type(bias) in (int, float) for token, bias in biases.items()),
+        f"rollout.logit_bias = {config.rollout.logit_bias!r}: expected token ids with numbers, as in "
+        '{"42": -100.0}',
+    )
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
@@ -134,7 +140,7 @@ AT_LEAST = {  # knob -> smallest value
     "rollout.max_response_len": 1, "rollout.top_k": -1, "rollout.over_sampling_batch_size": 0,
     "rollout.min_new_tokens": 0, "rollout.max_version_lag": 0, "rollout.max_filter_rounds": 1,
     "sampler.slots": 0, "sampler.cache_tokens": 0, "sampler.top_logprobs": 0,
-    "sampler.prefill_chunk": 1, "sampler.steps_per_dispatch": 1,
+    "sampler.prefill_chunk": 0, "sampler.steps_per_dispatch": 1,
     "reward.memory_mb": 1, "reward.workers": 0,
     "reward.overlong_buffer_len": 0, "reward.overlong_penalty": 0, "reward.repetition_penalty": 0,
     "reward.format_penalty": 0,

@@ -4,6 +4,7 @@
 --config.SECTION.KEY=V   one knob
 --print_config           show the resolved config and stop
 --explain [METRIC]       what a metric means and where it is healthy; alone: their names
+--warmup                 compile the sampler's programs, so that the run finds them in the compilation cache, and stop
 
 A run whose log.dir exists goes on from its newest checkpoint. SIGTERM or Ctrl-C saves and ends; Ctrl-C again ends at
 once. Exit status: 0 done or saved on request, 1 failed while running, 2 bad input, 130 ended by a second Ctrl-C.
@@ -40,10 +41,12 @@ def main(argv: list[str]) -> int:
     # orbax logs a failed save about ten times, with stacks; `checkpoint.Checkpoints` reports it once.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
-        config, name = _config(argv)
+        config, name = _config([argument for argument in argv if argument != "--warmup"])
     except ValueError as error:
         return _fail(error, 2)
-    return 0 if config is None else run(config, name)
+    if config is None:
+        return 0
+    return warmup(config) if "--warmup" in argv else run(config, name)
 
 
 def _config(argv: list[str]) -> tuple[ConfigDict | None, str]:
@@ -68,6 +71,27 @@ def _config(argv: list[str]) -> tuple[ConfigDict | None, str]:
 def _fail(error: Exception | str, status: int) -> int:
     print(f"error: {error}", file=sys.stderr)
     return status
+
+
+def warmup(config: ConfigDict) -> int:
+    """Compile the sampler's programs for this config and say how many; returns the exit status."""
+    import jax
+
+    from rljax import assemble, weights
+
+    started = time.monotonic()
+    try:
+        _compilation_cache(jax)
+        configs.validate(config, jax.device_count())
+        parts = assemble.build(config)
+        drawing = parts.engine.weights(weights.initial_params(config, parts.trainer))
+        count = parts.engine.warmup(drawing)
+    except (ValueError, OSError) as error:
+        return _fail(error, 2)
+    print(f"{count} programs of the sampler, {time.monotonic() - started:.0f} s; those that took "
+          f"{jax.config.jax_persistent_cache_min_compile_time_secs:g} s or more are in "
+          f"{jax.config.jax_compilation_cache_dir}")
+    return 0
 
 
 def run(config: ConfigDict, name: str) -> int:

@@ -19,6 +19,19 @@ def softcap(x: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(x / cap) if cap else x
 
 
+def ordered_sum(x: jax.Array, axis: int) -> jax.Array:
+    """Sum along `axis`, by adding halves: the order of a backend's own sums may change with the other dimensions."""
+    size = x.shape[axis]
+    full = 1 << (size - 1).bit_length()
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, full - size)
+    x = jnp.pad(x, widths)
+    while full > 1:
+        full //= 2
+        x = jax.lax.slice_in_dim(x, 0, full, axis=axis) + jax.lax.slice_in_dim(x, full, 2 * full, axis=axis)
+    return jnp.squeeze(x, axis)
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -117,7 +130,7 @@ def _page_attention(q, keys, values, first, last, scale, cap, key_scale, value_s
     scores = jnp.where(seen, scores, MASKED)
     top = scores.max(-1)
     weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
-    total = weights.sum(-1)
+    total = ordered_sum(weights, -1)
     if value_scale is not None:
         weights = weights * value_scale[:, :, None]
     out = jnp.einsum("wkrp,wkph->wkrh", weights.astype(q.dtype), values.astype(q.dtype),

@@ -24,7 +24,7 @@ CONFIG = ModelConfig(
     windows=(0, 6), ropes=(Rope(1e4, 16),), rope_ids=(0, 0), initializer_range=0.15,
 )
 SHAPE = EngineConfig(slots=8, cache_len=48, prompt_buckets=(8, 16, 32), prefill_rows=4, steps_per_dispatch=4,
-                     stop_ids=STOP_IDS, vocab_known=KNOWN, seed=5, members=4, levels=2, page_len=8)
+                     stop_ids=STOP_IDS, vocab_known=KNOWN, seed=5, members=4, parts=3, row_levels=1, page_len=8)
 
 
 def one_device() -> Any:
@@ -90,13 +90,13 @@ class Scripted:
         self.config = EngineConfig(slots=slots, cache_len=4096, prompt_buckets=(1024,), prefill_rows=slots,
                                    steps_per_dispatch=4, stop_ids=stop_ids, vocab_known=10**6)
         self.cfg = types.SimpleNamespace(vocab_size=10**6)
-        self.scripts = scripts
+        self.scripts, self.row_counts = scripts, [slots]
 
     def tables(self):
         return PageTables(self.config.slots, *self.config.pages(1), self.config.columns, 1, self.config.page)
 
-    def level(self, used):
-        return 0
+    def chunks(self):
+        return []
 
     def bucket(self, length):
         return 1024
@@ -111,7 +111,7 @@ class Scripted:
         pass
 
     def generate(self, params, chunks, slots, tables, forced):
-        count, steps = self.config.slots, self.config.steps_per_dispatch
+        count, steps = forced.shape
         tokens, counts = np.zeros((count, steps), np.int32), np.zeros(count, np.int32)
         remaining = slots.remaining.copy()
         for index in np.flatnonzero(remaining > 0):

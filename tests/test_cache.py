@@ -1,4 +1,4 @@
-"""The paged cache: what is written is read, at any place, level and dtype; budget, chunked prefill, kernels' programs."""
+"""The paged cache: what is written is read, at any place and dtype; budget, chunked prefill, kernels' programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rljax.sampler.engine import Engine
 from rljax.sampler.scheduler import Request, Scheduler
 
 TRITON = "__gpu$xla.gpu.triton"
-TIGHT = dataclasses.replace(tiny.SHAPE, slots=6, cache_tokens=14 * 8, prefill_chunk=8, levels=1)
+TIGHT = dataclasses.replace(tiny.SHAPE, slots=6, cache_tokens=14 * 8, prefill_chunk=8, parts=1)
 
 
 def some(count=12, least=0):
@@ -67,7 +67,7 @@ def test_partials_of_any_split_merge_to_the_softmax():
             zero = jnp.zeros(3, jnp.int32)
             who = {"own": cache.reads(own, lengths, prompt, zero, 8, 1, size),
                    "prompt": cache.reads(shared, prompt, zero, member, 2, 2, size)}
-            parts = [[cache.Pages(*(x[part] for x in (pool.keys, pool.values))) for part in (slice(0, n), slice(n, None))]
+            parts = [[cache.Pages(pool.keys[part], pool.values[part]) for part in (slice(0, n), slice(n, None))]
                      for pool, n in ((pools["own"], 3), (pools["prompt"], 1))]
             return cache.merge([
                 cache.page_partials(q, chunks, who[name], position, window, scale=0.3)  # noqa: B023
@@ -103,7 +103,7 @@ def test_a_tight_cache_and_chunked_prefill_change_no_token():
 
 def test_a_long_prompt_delays_the_others_by_one_chunk():
     scheduler = Scheduler(tight())
-    short, long = request(0, 4, 30, temperature=0.0), request(1, 31, 4, temperature=0.0)
+    short, long = request(0, 4, 30, temperature=0.0), request(1, 25, 4, temperature=0.0)
     scheduler.submit([short])
     scheduler.step(tiny.weights())
     calls, extend, prefill = [], tight().extend, tight().prefill
@@ -111,29 +111,52 @@ def test_a_long_prompt_delays_the_others_by_one_chunk():
         patch.setattr(tight(), "extend", lambda *a: calls.append("extend") or extend(*a))
         patch.setattr(tight(), "prefill", lambda *a: calls.append("prefill") or prefill(*a))
         scheduler.submit([long, request(2, 5, 4)])
-        for expected in range(1, 5):
+        for expected in range(1, 4):
             before = len(short.tokens)
             scheduler.step(tiny.weights())
             assert len(calls) == expected and len(short.tokens) == before + 4
-    assert calls == ["extend"] * 4, "the prompt that came first goes first"
+    assert calls == ["extend"] * 3, "the prompt that came first goes first"
     while scheduler.busy:
         scheduler.step(tiny.weights())
-    same(long, draw([request(1, 31, 4, temperature=0.0)], scheduler=Scheduler(tight()))[0])
+    same(long, draw([request(1, 25, 4, temperature=0.0)], scheduler=Scheduler(tight()))[0])
 
 
-def test_memory_follows_what_is_in_use_and_is_given_back():
+def test_the_cache_is_given_back():
     scheduler = Scheduler(tiny.engine())
-    draw([request(0, 5, 4)], scheduler=scheduler)
-    assert len(scheduler.chunks) == 1
-    scheduler.submit([request(i, 31, 17) for i in range(8)])
-    with pytest.raises(ValueError, match="8 requests are in flight"):
+    scheduler.submit([request(0, 5, 4)])
+    scheduler.step(tiny.weights())
+    assert len(scheduler.chunks) == tiny.SHAPE.parts
+    with pytest.raises(ValueError, match="1 requests are in flight"):
         scheduler.release()
-    while scheduler.busy:
-        scheduler.step(tiny.weights())
-    assert len(scheduler.chunks) == 2
+    draw([request(1, 5, 4)], scheduler=scheduler)
     scheduler.release()
     assert scheduler.chunks == []
     same(draw([request(0, 5, 4)], scheduler=scheduler)[0], draw([request(0, 5, 4)])[0])
+
+
+def test_fewer_rows_decode_only_if_they_give_the_same_bits():
+    """A CPU's products do, whatever the number of rows; its sums over rows as narrow as here do not. The whole of a
+    real model is in test_decode_smollm2."""
+    shape = dataclasses.replace(tiny.SHAPE, slots=32, row_levels=3, prefill_rows=8, prompt_buckets=(32,))
+    engine = Engine(tiny.CONFIG, shape, tiny.one_device())
+    assert shape.rows(1) == [8, 16, 32] and shape.rows(16) == [16, 32] and engine.row_counts == [32]
+    engine.warmup(tiny.weights())
+    for rows in (8, 16):
+        assert (rows in engine.row_counts) == np.array_equal(*(
+            engine._probe(tiny.weights(), n, 8) for n in (rows, 32)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_probe", lambda params, rows, busy: np.float32(rows == 8))
+        engine.warmup(tiny.weights())
+    assert engine.row_counts == [16, 32]
+    crowd = [request(i, n, 4 + i % 14) for i, n in zip(range(26), [5, 1, 8, 9, 3, 17, 2, 31, 12, 3] * 3)]
+    draw(crowd)
+    forced = [dataclasses.replace(r, logprobs=[], params=SamplingParams(len(r.tokens))) for r in crowd]
+    used, generate = set(), engine.generate
+    engine.generate = lambda params, chunks, slots, *rest: used.add(len(slots.tokens)) or generate(
+        params, chunks, slots, *rest)
+    for one, other in zip(draw(forced, scheduler=Scheduler(engine)), crowd, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert used == {16, 32}
 
 
 def test_a_group_larger_than_a_prompts_members():
@@ -144,15 +167,15 @@ def test_a_group_larger_than_a_prompts_members():
         same(draw([Request(r.uid, [10, 11, 12], SamplingParams(6))])[0], r)
 
 
-@pytest.mark.parametrize("tokens, message", [(40, "holds 5 pages of 8 tokens, but one sample of 48 tokens may need 10")])
-def test_a_cache_that_holds_no_sample_is_refused(tokens, message):
-    with pytest.raises(ValueError, match=f"sampler.cache_tokens {tokens} {message}"):
-        Engine(tiny.CONFIG, dataclasses.replace(TIGHT, cache_tokens=tokens), tiny.one_device())
+def test_a_cache_that_holds_no_sample_is_refused():
+    with pytest.raises(ValueError, match="sampler.cache_tokens 40 holds 5 pages of 8 tokens, but one sample of 48 tokens "
+                                         "may need 10"):
+        Engine(tiny.CONFIG, dataclasses.replace(TIGHT, cache_tokens=40), tiny.one_device())
 
 
 @functools.cache
 def int8():
-    shape = dataclasses.replace(tiny.SHAPE, int8_weights=True, cache_dtype=jnp.int8, levels=1)
+    shape = dataclasses.replace(tiny.SHAPE, int8_weights=True, cache_dtype=jnp.int8, parts=1)
     engine = Engine(tiny.CONFIG, shape, tiny.one_device())
     return engine, engine.weights(tiny.master())
 
@@ -192,8 +215,8 @@ def test_decoding_with_kernels_lowers_for_accelerators(platform, kernel):
     shape = dataclasses.replace(tiny.SHAPE, dtype=jnp.bfloat16, kernel=kernel, page_len=128, cache_len=256)
     engine = Engine(tiny.CONFIG, shape, mesh)
     weights = engine.weights.shapes(tiny.master())
-    chunks = (abstract(engine.chunk(0)),)
-    tables = engine._tables(engine.tables(), 1)
+    chunks = tuple(map(abstract, engine.chunks()))
+    tables = engine.tables().of([], 8)
     args = abstract((Slots.idle(8), tables, np.zeros((8, shape.steps_per_dispatch), np.int32)))
     with jax.set_mesh(mesh):
         made = export.export(jax.jit(functools.partial(decode.generate, tiny.CONFIG, shape)), platforms=[platform],

@@ -263,7 +263,7 @@ def test_resume_compares_what_must_not_change():
 SMALLEST = {
     "data.seed": 0, "data.max_prompt_len": 0, "rollout.batch_size": 1, "rollout.n_samples_per_prompt": 1,
     "rollout.num_rollouts": 1, "rollout.num_epochs": 0, "rollout.max_response_len": 1, "rollout.top_k": -1,
-    "rollout.min_p": 0, "sampler.slots": 0, "sampler.prefill_chunk": 1, "sampler.steps_per_dispatch": 1,
+    "rollout.min_p": 0, "sampler.slots": 0, "sampler.prefill_chunk": 0, "sampler.steps_per_dispatch": 1,
     "reward.memory_mb": 1, "reward.workers": 0, "algo.loss_length": 0, "algo.kl_loss_coef": 0, "algo.entropy_coef": 0,
     "rollout.over_sampling_batch_size": 0, "rollout.max_version_lag": 0, "rollout.max_filter_rounds": 1,
     "algo.kl_coef": 0, "algo.gamma": 0, "algo.lambd": 0, "algo.value_clip": 0, "algo.num_critic_only_steps": 0,

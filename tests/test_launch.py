@@ -50,6 +50,9 @@ def write(folder: pathlib.Path, name: str, *lines: str) -> str:
     (["train.max_tokens_per_device=10"], ["train.max_tokens_per_device = 10", "12"]),
     (["mesh.data=3", "mesh.fsdp=1"], ["mesh.data = 3", "3", "8 devices"]),
     (["reward.type=plugin:absent"], ["plugin", "absent"]),
+    (["sampler.cache_tokens=8"], ["sampler.cache_tokens 8", "holds 0 pages"]),
+    (['rollout.logit_bias={"a": 1}'], ["rollout.logit_bias", '{"a": 1}']),
+    (["sampler.cache_dtype=int4"], ["sampler.cache_dtype", "int4", "int8"]),
     (["reward.type=no_such_package.module:f"], ["no_such_package"]),
     (["reward.type=maths"], ["maths", "gsm8k"]),
     (["algo.advantage_estimator=grpoo"], ["algo.advantage_estimator", "grpoo", "grpo"]),
@@ -170,3 +173,11 @@ def test_texts(capsys, monkeypatch, folder):
     assert json.loads(capsys.readouterr().out)["rollout"]["num_rollouts"] == 7
     assert launch.main(["--config=absent.py"]) == 2
     assert "quickstart.py" in capsys.readouterr().err
+
+
+def test_warm_up_compiles_and_leaves_no_run(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    arguments = ["--warmup", "--config=small.py", "--config.log.dir=warm"]
+    assert launch.main([*arguments, "--config.sampler.cache_tokens=8"]) == 2
+    assert launch.main(arguments) == 0
+    assert "programs of the sampler" in capsys.readouterr().out and not pathlib.Path("warm").exists()

@@ -29,7 +29,9 @@ def check(made):
                 assert made.prompt[slot, : len(prompt.pages)].tolist() == prompt.pages
                 assert (made.prompt[slot, len(prompt.pages) :] < 0).all()
                 assert made.member[slot] == number and made.prompt_len[slot] == len(prompt.tokens)
-    assert made.highest() == (max(own, default=-1) + 1, max(stored, default=-1) + 1)
+    part = made.of([4, 1], 3)
+    assert part.own[0].tolist() == made.own[4].tolist() and part.prompt[1].tolist() == made.prompt[1].tolist()
+    assert (part.own[2] < 0).all() and (part.prompt[2] < 0).all() and part.own_len[2] == part.prompt_len[2] == 0
 
 
 @settings(max_examples=60, deadline=None)

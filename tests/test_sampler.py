@@ -437,7 +437,7 @@ def test_no_program_is_compiled_after_warm_up():
     weights = engine.weights(tiny.master())
     weights = engine.weights(tiny.master(), weights)
     count = engine.warmup(weights)
-    assert count == engine.programs == 10  # a chunk's zeros, 2 for decoding, prefill of 8 and 16, 2 for 32, 3 to insert
+    assert count == engine.programs == 13  # zeros of 2 sizes, decoding, prefill of 8 and 16, 2 for 32, 3 x 2 to insert
     scheduler = Scheduler(engine, lambda tokens, stop, start: (start + 1, ""))
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -500,7 +500,7 @@ def test_a_bias_moves_the_draw_but_not_the_recorded_log_prob():
 
 @functools.cache
 def telling():
-    return Engine(tiny.CONFIG, dataclasses.replace(tiny.SHAPE, alternatives=5, levels=1), tiny.one_device())
+    return Engine(tiny.CONFIG, dataclasses.replace(tiny.SHAPE, alternatives=5, parts=1), tiny.one_device())
 
 
 def test_likeliest_tokens_and_log_probs_of_the_prompt():

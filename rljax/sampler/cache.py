@@ -24,6 +24,7 @@ from rljax import ops, sharding
 
 PAGE_AXES = ("pages", "kv_heads", None, None)
 RULES = {**sharding.ROLLOUT_RULES, "slots": ("data", "fsdp"), "pages": ("data", "fsdp")}
+MOST_UNROLLED = 32
 Partials = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -134,8 +135,13 @@ def _attend(q: jax.Array, pages: Pages, first: jax.Array, last: jax.Array, *, ke
         return ops.page_attention(q, pages.keys, pages.values, first, last, key_scale=pages.key_scale,
                                   value_scale=pages.value_scale, kernel=kernel, **scores)
 
+    if kernel == "xla":
+        shape = jax.eval_shape(run, q, pages, first, last)
+        unseen = [0.0, ops.MASKED, 0.0]  # kernels skip single pages
+        return jax.lax.cond((last > 0).any(), run, lambda *_: tuple(
+            jnp.full(part.shape, value) for part, value in zip(shape, unseen, strict=True)), q, pages, first, last)
     mesh = jax.sharding.get_abstract_mesh()
-    if kernel == "xla" or mesh.empty or mesh.size == 1:
+    if mesh.empty or mesh.size == 1:
         return run(q, pages, first, last)
     both = sharding.partition_spec(PAGE_AXES[:2], RULES, mesh, (mesh.size * last.shape[0], q.shape[1]))
     pages_only = PartitionSpec(both[0])
@@ -146,8 +152,16 @@ def _attend(q: jax.Array, pages: Pages, first: jax.Array, last: jax.Array, *, ke
 def merge(parts: Sequence[Partials]) -> jax.Array:
     """Softmax attention [S, K, g, h] of partials over disjoint keys: sum of exp(top - max) * out over that of total."""
     out, top, total = (jnp.concatenate(some, axis=1) for some in zip(*parts, strict=True))
-    weight = jnp.exp(top - top.max(axis=1, keepdims=True))
-    return (out * weight[..., None]).sum(1) / (total * weight).sum(1)[..., None]
+    best, count = top.max(axis=1), top.shape[1]
+
+    def add(index, sums):
+        weight = jnp.exp(top[:, index] - best)
+        return sums[0] + weight[..., None] * out[:, index], sums[1] + weight * total[:, index]
+
+    zero = jnp.zeros_like(out[:, 0]), jnp.zeros_like(best)
+    # One part after the other: exponentials and sums over an array of all would round by its shape.
+    sums, masses = jax.lax.fori_loop(0, count, add, zero, unroll=min(count, MOST_UNROLLED))
+    return sums / masses[..., None]
 
 
 def write_prompts(pages: Sequence[Pages], prefix: tuple[Sequence[jax.Array], Sequence[jax.Array]], where: jax.Array

@@ -20,8 +20,10 @@ from rljax.models import decoder
 from rljax.models.config import ModelConfig
 from rljax.sampler import cache, prefill, sampling
 from rljax.sampler.cache import Chunk, Pages, Tables
+from rljax.sampler.weights import view
 from rljax.types import Params
 
+LEAST_ROWS = 8  # of a decoding program with less than all slots: fewer rows are no faster
 MOST_BIASES = 32  # tokens with a bias, of one request
 
 
@@ -72,7 +74,9 @@ class EngineConfig:
     prefill_chunk: int = 4096  # tokens of one prefill program, padding included
     members: int = 1  # samples that read one stored prompt
     cache_tokens: int = 0  # positions of both pools together; 0 = as many as the slots may need
-    levels: int = 1  # decoding programs; each reads twice the pages of the one before
+    parts: int = 1  # of both pools; the XLA path passes over those that nobody reads
+    # Decoding programs, each for half the slots of the one before; see `Engine.warmup`.
+    row_levels: int = 1
     cache_dtype: Any = None  # None = dtype; or int8
     int8_weights: bool = False
     alternatives: int = 0  # most likely tokens whose log-probs are returned
@@ -89,6 +93,11 @@ class EngineConfig:
         """Most pages of one slot: own, prompt."""
         return -(-self.cache_len // self.page), max(1, -(-(min(self.prompt_buckets[-1], self.cache_len)) // self.page))
 
+    def rows(self, shards: int) -> list[int]:
+        """Slots of the decoding programs, ascending."""
+        ladder = [self.slots >> level for level in range(self.row_levels)]
+        return [n for n in reversed(ladder) if n == self.slots or n >= LEAST_ROWS and n % shards == 0]
+
     def pages(self, shards: int) -> tuple[int, int]:
         """Pages of the two pools, own and prompt. ValueError where cache_tokens does not hold one sample."""
         own, prompt = self.columns
@@ -101,18 +110,18 @@ class EngineConfig:
                                  f"but one sample of {self.cache_len} tokens may need {own + prompt}")
             most_prompt = min(most_prompt, max(prompt, total // 3))
             most_own = min(most_own, total - most_prompt)
-        unit = shards << (self.levels - 1)
+        unit = shards << (self.parts - 1)
         return -(-most_own // unit) * unit, -(-most_prompt // unit) * unit
 
 
 def decode_step(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array, positions: jax.Array,
                 attend: Callable) -> jax.Array:
-    """Feed each slot's token: logits [S, V] float32 of the next. attend(layer, q, k, v, window) as `decoder.layer`'s."""
+    """Feed each slot's token: logits [S, V] float32 of the next. attend(layer, q, k, v, window): see `decoder.layer`."""
     cos, sin = decoder.rope_tables(cfg, positions)
     x = decoder.embed(cfg, params, tokens, dtype)
     for index, (weights, (window, table)) in enumerate(zip(params["layers"], prefill.per_layer(cfg), strict=True)):
         kind = decoder.LayerKind(window, cos[table], sin[table])
-        x = decoder.layer(cfg, kind, weights, x, functools.partial(attend, index))
+        x = decoder.layer(cfg, kind, view(weights), x, functools.partial(attend, index))
     return decoder.logits(cfg, params, decoder.final_norm(cfg, params, x))
 
 

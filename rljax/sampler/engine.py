@@ -51,6 +51,8 @@ class Engine:
         self._cache_dtype = jnp.dtype(engine.cache_dtype or engine.dtype)
         self._layers = [_page_sharding(cfg, mesh, shards, self._cache_dtype)] * cfg.num_layers
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._warming = False
+        self.row_counts = [engine.slots]  # of the decoding programs in use, ascending
 
     # --- the cache ---------------------------------------------------------------------------------------------------
 
@@ -61,22 +63,15 @@ class Engine:
 
     def chunk_pages(self, index: int) -> tuple[int, int]:
         """Pages of chunk `index`, own and prompt: each chunk but the first two holds as many as all before it."""
-        own, prompt = (pages >> (self.config.levels - max(index, 1)) for pages in self.pages)
+        own, prompt = (pages >> (self.config.parts - max(index, 1)) for pages in self.pages)
         return own, prompt
 
-    def level(self, used: tuple[int, int]) -> int:
-        """How many chunks hold the first `used` pages of the pools, own and prompt."""
-        levels = range(1, self.config.levels)
-        return next((n for n in levels if used[0] <= self.held(n)[0] and used[1] <= self.held(n)[1]), levels.stop)
+    def chunks(self) -> list[Chunk]:
+        """The cache, all of its pages free."""
+        return [self._chunk(*self.chunk_pages(index)) for index in range(self.config.parts)]
 
-    def held(self, level: int) -> tuple[int, int]:
-        """Pages of the first `level` chunks, own and prompt."""
-        own, prompt = zip(*(self.chunk_pages(index) for index in range(level)), strict=True)
-        return sum(own), sum(prompt)
-
-    def chunk(self, index: int) -> Chunk:
-        """Chunk `index`, all of its pages free."""
-        cfg, page, counts = self.cfg, self.config.page, self.chunk_pages(index)
+    def _chunk(self, *counts: int) -> Chunk:
+        cfg, page = self.cfg, self.config.page
 
         def make():
             pools = ([cache.zeros(count, cfg.num_kv_heads, cfg.head_dim, page, self._cache_dtype)
@@ -160,37 +155,31 @@ class Engine:
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 
-    def generate(self, params: Params, chunks: list[Chunk], slots: Slots, tables: PageTables, forced: np.ndarray
-                 ) -> Drawn:
-        """Start one dispatch, forced [S, T] int32 (-1 = draw); `chunks` is changed in place."""
-        level = self.level(tables.highest())
-        while len(chunks) < level:
-            chunks.append(self.chunk(len(chunks)))
-        host = (slots, self._tables(tables, level), forced)
-        drawn, chunks[:level] = self._generate(level, params, tuple(chunks[:level]),
-                                               *sharding.to_devices(host, self.slot))
-        return drawn
-
-    def _tables(self, tables: PageTables, level: int) -> Tables:
-        """The columns that a program of this level can need."""
-        own, prompt = self.held(level)
-        return Tables(tables.own[:, :own], tables.own_len, tables.prompt[:, :prompt], tables.prompt_len, tables.member)
-
-    def _generate(self, level: int, *args: Any):
+    def generate(self, params: Params, chunks: list[Chunk], slots: Slots, tables: Tables, forced: np.ndarray) -> Drawn:
+        """Start one dispatch for the slots of the arguments, as many as one of the `rows` programs takes; forced
+        [rows, T] int32 (-1 = draw). `chunks` is changed in place."""
         how = {"donate_argnums": 1,
-               "out_shardings": (Drawn(*[self.slot] * 5), (Chunk(self._layers, self._layers),) * level)}
-        return self._run("generate", (level,), functools.partial(decode.generate, self.cfg, self.config), how, *args)
+               "out_shardings": (Drawn(*[self.slot] * 5), (Chunk(self._layers, self._layers),) * len(chunks))}
+        made = functools.partial(decode.generate, self.cfg, self.config)
+        host = sharding.to_devices((slots, tables, forced), self.slot)
+        drawn, chunks[:] = self._run("generate", (len(forced),), made, how, params, tuple(chunks), *host)
+        return drawn
 
     # --- programs ----------------------------------------------------------------------------------------------------
 
     def _run(self, name: str, static: tuple[int, ...], function: Any, how: dict[str, Any], *args: Any) -> Any:
-        """Call the program of this name and sizes."""
+        """Call the program of this name and sizes; while warming up only compile it, and return shapes."""
         key = (name, *static)
         if key not in self._compiled:
             # Kernels find the mesh in the context.
             with jax.set_mesh(self.mesh) if self.config.kernel != "xla" else contextlib.nullcontext():
-                self._compiled[key] = jax.jit(function, **how).lower(*args).compile()
-        return self._compiled[key](*args)
+                lowered = jax.jit(function, **how).lower(*args)
+                self._compiled[key] = lowered.compile(), lowered.out_info
+        program, shapes = self._compiled[key]
+        if not self._warming:
+            return program(*args)
+        return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes,
+                            program.output_shardings)
 
     @property
     def programs(self) -> int:
@@ -198,24 +187,53 @@ class Engine:
         return len(self._compiled)
 
     def warmup(self, params: Params) -> int:
-        """Compile, and run once, every program that the config's shapes can need but `prompt_logprobs`; returns how
-        many there are. `params` are the engine's weights."""
-        c, chunks = self.config, []
-        for level in range(1, c.levels + 1):
-            chunks.append(self.chunk(level - 1))
-            tables = self.tables()
-            if level > 1:
-                tables.own[0, 0] = self.held(level - 1)[0]
-            self.generate(params, chunks, Slots.idle(c.slots), tables, np.full((c.slots, c.steps_per_dispatch), -1,
-                                                                             np.int32))
-        prefixes = [self.prefill(params, [[0]], bucket) for bucket in c.prompt_buckets if self.rows(bucket)]
-        if not self.rows(c.prompt_buckets[-1]):
-            prefixes.append(self.extend(params, self.long_prefix(), [0], 0))
-        for prefix in prefixes:
-            for index in range(c.levels):
-                page = sum(self.chunk_pages(before)[1] for before in range(index))
-                self.insert(chunks, prefix, [[page]])
+        """Compile every program that the config's shapes can need but `prompt_logprobs`; returns how many there are.
+
+        A decoding program for less than all slots is used from then on if it was seen to give the same bits.
+        """
+        c = self.config
+        self._warming = True
+        try:
+            chunks = self.chunks()
+            ladder = c.rows(self.shards)
+            for rows in ladder:
+                forced = np.full((rows, c.steps_per_dispatch), -1, np.int32)
+                self.generate(params, chunks, Slots.idle(rows), self.tables().of([], rows), forced)
+            prefixes = [self.prefill(params, [[0]], bucket) for bucket in c.prompt_buckets if self.rows(bucket)]
+            if not self.rows(c.prompt_buckets[-1]):
+                prefixes.append(self.extend(params, self.long_prefix(), [0], 0))
+            for prefix in prefixes:
+                pages = np.cumsum([0, *(self.chunk_pages(index)[1] for index in range(c.parts - 1))])
+                for page in pages.tolist():
+                    self.insert(chunks, prefix, [[page]])
+        finally:
+            self._warming = False
+        if len(ladder) > 1:
+            bits = {rows: self._probe(params, rows, ladder[0]) for rows in ladder}
+            self.row_counts = [rows for rows in ladder if np.array_equal(bits[rows], bits[c.slots])]
         return self.programs
+
+    def _probe(self, params: Params, rows: int, busy: int) -> np.ndarray:
+        """Log-probs of two dispatches of `busy` slots, by the program of `rows` slots: the second reads what the first
+        wrote."""
+        steps, chunks, tables, found = self.config.steps_per_dispatch, self.chunks(), self.tables(), []
+        nothing = tables.store(())
+        slots, draw = Slots.idle(rows), np.random.default_rng(0)
+        for slot in range(busy):
+            nothing = nothing if None in nothing.members else tables.store(())
+            tables.join(slot, nothing)
+        slots.remaining[:busy], slots.uids[:busy] = steps, np.arange(busy)
+        slots.knobs.temperature[:], slots.knobs.top_p[:] = 1.0, 1.0
+        for start in (0, steps):
+            slots.tokens[:busy] = draw.integers(0, self.config.vocab_known, busy)
+            slots.positions[:busy] = tables.own_len[:busy] = start
+            if not all(tables.grow(slot) for slot in range(busy)):
+                break
+            forced = np.full((rows, steps), -1, np.int32)
+            forced[:busy] = draw.integers(0, self.config.vocab_known, (busy, steps))
+            drawn = self.generate(params, chunks, slots, tables.of(range(busy), rows), forced)
+            found.append(np.asarray(drawn.logprobs)[:busy])
+        return np.stack(found)
 
 
 def _padded(prompts: Sequence[Sequence[int]], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:

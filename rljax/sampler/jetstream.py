@@ -98,12 +98,14 @@ class JetStreamEngine(engine_api.Engine):
         if engine.config.steps_per_dispatch != 1:
             raise ValueError(f"steps_per_dispatch is {engine.config.steps_per_dispatch}; JetStream's max_tokens would "
                              f"be kept only to multiples of it, it must be 1")
+        if engine.config.row_levels != 1:
+            raise ValueError(f"row_levels is {engine.config.row_levels}; JetStream decodes all slots, it must be 1")
         if draws.stop:
             raise ValueError(f"stop strings {draws.stop!r}: JetStream ends a request by token id alone")
         c = engine.config
         if any(have < c.slots * need for have, need in zip(engine.pages, c.columns, strict=True)):
-            raise ValueError(f"pages {engine.pages} do not hold {c.slots} slots of {c.columns}, own and prompt; JetStream "
-                             f"fills every slot: the engine needs cache_tokens 0 and members 1")
+            raise ValueError(f"pages {engine.pages} do not hold {c.slots} slots of {c.columns}, own and prompt; "
+                             f"JetStream fills every slot: the engine needs cache_tokens 0 and members 1")
         requests.check_knobs(0, draws, c)
         self.engine, self.params, self.tokenizer, self.draws = engine, params, tokenizer, draws
         self._uids = itertools.count()
@@ -134,8 +136,6 @@ class JetStreamEngine(engine_api.Engine):
         prompt = state.tables.store(prefix.context[:-1])
         state.tables.join(slot, prompt)
         state.taken[slot] = True
-        while len(state.chunks) < self.engine.level(state.tables.highest()):
-            state.chunks.append(self.engine.chunk(len(state.chunks)))
         with self._lock:
             self.engine.insert(state.chunks, prefix.cache, [prompt.pages])
         room = self.engine.config.cache_len - len(prefix.context)
@@ -152,7 +152,8 @@ class JetStreamEngine(engine_api.Engine):
             state.tables.grow(slot)
         forced = np.full((len(state.taken), 1), -1, np.int32)
         with self._lock:
-            drawn = jax.device_get(self.engine.generate(params, state.chunks, slots, state.tables, forced))
+            tables = state.tables.of(range(len(state.taken)), len(state.taken))
+            drawn = jax.device_get(self.engine.generate(params, state.chunks, slots, tables, forced))
         tokens, busy = drawn.tokens[:, 0], drawn.counts
         state.lengths[:] += 1
         state.tables.own_len[:] += busy
@@ -167,7 +168,7 @@ class JetStreamEngine(engine_api.Engine):
     def init_decode_state(self) -> DecodeState:
         """All slots idle."""
         count = self.engine.config.slots
-        return DecodeState([], self.engine.tables(), Slots.idle(count), np.zeros(count, bool),
+        return DecodeState(self.engine.chunks(), self.engine.tables(), Slots.idle(count), np.zeros(count, bool),
                            np.zeros(count, np.int32))
 
     def _leave(self, state: DecodeState, slot: int) -> None:

@@ -1,4 +1,4 @@
-"""The host side of the cache: which pages each slot reads. Only integers; the keys and values are `cache.py`'s.
+"""The host side of the cache: which pages each slot reads. The keys and values themselves are `cache.py`'s.
 
 Pages are handed out lowest first, so that what is in use lies in the first chunks of a pool.
 """
@@ -10,6 +10,8 @@ import heapq
 from collections.abc import Container, Sequence
 
 import numpy as np
+
+from rljax.sampler.cache import Tables
 
 
 @dataclasses.dataclass
@@ -106,7 +108,13 @@ class PageTables:
         self.own[slot], self.prompt[slot], self._reads[slot] = -1, -1, None
         self.own_len[slot] = self.prompt_len[slot] = self.member[slot] = 0
 
-    def highest(self) -> tuple[int, int]:
-        """Pages of each pool up to the last one in use: own, prompt."""
-        stored = [page for prompt in self.prompts for page in prompt.pages]
-        return int(self.own.max(initial=-1)) + 1, max(stored, default=-1) + 1
+    def of(self, slots: Sequence[int], rows: int) -> Tables:
+        """The tables of these slots, for a program of `rows` slots; the others read nothing."""
+
+        def pick(whole, idle):
+            part = np.full((rows, *whole.shape[1:]), idle, np.int32)
+            part[: len(slots)] = whole[list(slots)]
+            return part
+
+        return Tables(pick(self.own, -1), pick(self.own_len, 0), pick(self.prompt, -1), pick(self.prompt_len, 0),
+                      pick(self.member, 0))

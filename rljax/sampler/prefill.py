@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from rljax import ops
 from rljax.models import decoder
 from rljax.models.config import ModelConfig
+from rljax.sampler.weights import view
 from rljax.types import Params
 
 Prefix = tuple[list[jax.Array], list[jax.Array]]  # per layer keys [rows, K, h, L] and values [rows, K, L, h]
@@ -40,7 +41,7 @@ def run(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array, lengths
         return ops.attention(q, k, v, segments, window, scale=cfg.attention_scale, softcap=cfg.attention_softcap)
 
     for weights, (window, table) in zip(params["layers"], per_layer(cfg), strict=True):
-        x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), weights, x, attend)
+        x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), view(weights), x, attend)
     return x, (keys, values)
 
 
@@ -68,7 +69,7 @@ def extend(cfg: ModelConfig, dtype: Any, params: Params, prefix: Prefix, tokens:
         return _attend_chunk(cfg, q, keys[-1], values[-1], start, window)
 
     for weights, (window, table) in zip(params["layers"], per_layer(cfg), strict=True):
-        x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), weights, x, attend)
+        x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), view(weights), x, attend)
     return keys, values
 
 

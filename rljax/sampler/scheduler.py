@@ -54,7 +54,8 @@ class Scheduler:
         self._clock = 0
         self._waiting: collections.Counter[tuple[int, ...]] = collections.Counter()  # prompts in the queue
         self._long: LongPrompt | None = None
-        self._flight: tuple[Drawn, list[Request | None]] | None = None  # a dispatch that runs, and whom it serves
+        # A dispatch that runs, and whom it serves: (slot, request) of each row.
+        self._flight: tuple[Drawn, list[tuple[int, Request]]] | None = None
         self._counts: collections.Counter[str] = collections.Counter()
 
     # --- in and out --------------------------------------------------------------------------------------------------
@@ -84,6 +85,8 @@ class Scheduler:
     def step(self, params: Params) -> list[Request]:
         """Collect the dispatch that runs, refill slots, start the next; the requests that ended, in slot order."""
         finished = self._collect()
+        if self.queue and not self.chunks:
+            self.chunks = self.engine.chunks()
         self._refill(params)
         self._dispatch(params)
         return finished
@@ -203,12 +206,7 @@ class Scheduler:
         return True
 
     def _insert(self, prefix: Prefix, prompts: Sequence[Prompt]) -> None:
-        self._grow_chunks()
         self.engine.insert(self.chunks, prefix, [prompt.pages for prompt in prompts])
-
-    def _grow_chunks(self) -> None:
-        while len(self.chunks) < self.engine.level(self.tables.highest()):
-            self.chunks.append(self.engine.chunk(len(self.chunks)))
 
     def _extend(self, params: Params) -> None:
         """One more chunk of the long prompt; after the last it is stored."""
@@ -224,11 +222,17 @@ class Scheduler:
     def _dispatch(self, params: Params) -> None:
         """Start a dispatch for the slots that are taken."""
         self._find_pages()
-        if not any(self.slots):
+        served = [(index, request) for index, request in enumerate(self.slots) if request]
+        if not served:
             return
-        self._grow_chunks()
-        drawn = self.engine.generate(params, self.chunks, self._arguments(), self.tables, self._forced())
-        self._flight = (drawn, list(self.slots))
+        rows = next(n for n in self.engine.row_counts if n >= len(served))
+        slots, forced = Slots.idle(rows), np.full((rows, self.engine.config.steps_per_dispatch), -1, np.int32)
+        for row, (_, request) in enumerate(served):
+            asked.fill(slots, row, request)
+            known = request.tokens[request.taken : request.taken + forced.shape[1]]
+            forced[row, : len(known)] = known
+        tables = self.tables.of([index for index, _ in served], rows)
+        self._flight = (self.engine.generate(params, self.chunks, slots, tables, forced), served)
         self._counts["dispatches"] += 1
 
     def _find_pages(self) -> None:
@@ -241,24 +245,6 @@ class Scheduler:
                 self._leave(youngest)
                 self._counts["preempted"] += 1
 
-    def _arguments(self) -> Slots:
-        """What the device needs to know of the slots."""
-        made = Slots.idle(len(self.slots))
-        for index, request in enumerate(self.slots):
-            if request:
-                asked.fill(made, index, request)
-        return made
-
-    def _forced(self) -> np.ndarray:
-        """The tokens of the next dispatch that requests have already, [S, T], -1 elsewhere."""
-        steps = self.engine.config.steps_per_dispatch
-        forced = np.full((len(self.slots), steps), -1, np.int32)
-        for index, request in enumerate(self.slots):
-            if request and request.taken < len(request.tokens):
-                known = request.tokens[request.taken : request.taken + steps]
-                forced[index, : len(known)] = known
-        return forced
-
     def _collect(self) -> list[Request]:
         """Wait for the dispatch that runs and take over what it gave; the requests that ended leave their slots."""
         if self._flight is None:
@@ -266,16 +252,16 @@ class Scheduler:
         (drawn, served), self._flight = self._flight, None
         drawn = jax.device_get(drawn)
         counts, tokens, logprobs = drawn.counts.tolist(), drawn.tokens.tolist(), drawn.logprobs.tolist()
-        self._counts["slot_steps"] += max(counts) * len(self.slots)
+        self._counts["slot_steps"] += max(counts) * len(counts)
         finished = []
-        for index, request in enumerate(served):
-            if request is None or self.slots[index] is not request:
-                continue
-            count = counts[index]
-            self._extend_request(request, tokens[index][:count], logprobs[index][:count])
+        for row, (index, request) in enumerate(served):
+            if self.slots[index] is not request:
+                continue  # aborted meanwhile
+            count = counts[row]
+            self._extend_request(request, tokens[row][:count], logprobs[row][:count])
             if request.params.top_logprobs:
-                self._add_top(request, drawn.top_ids[index, :count], drawn.top_logprobs[index, :count])
-            self.tables.own_len[index] += len(tokens[index])
+                self._add_top(request, drawn.top_ids[row, :count], drawn.top_logprobs[row, :count])
+            self.tables.own_len[index] += len(tokens[row])
             if request.end_reason:
                 finished.append(request)
                 self._leave(index)

@@ -18,25 +18,30 @@ from rljax.types import Params
 def convert(cfg: ModelConfig, params: Params, dtype: Any, int8: bool = False) -> Params:
     """Cast to `dtype`, layers as a list of trees: slicing stacked weights inside a decoding loop would copy them all.
 
-    int8: each matrix [in, out] of a layer becomes int8 with a float32 scale [out] beside it; experts' do not.
+    Matrices of a layer are stored [out, in]: then, on a CPU in float32, a row of a product has the same bits whatever
+    the number of rows. int8: they become int8 with a float32 scale [out] beside them. Experts' do not change.
     """
-    layers = [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(cfg.num_layers)]  # noqa: B023
-    cast = jax.tree.map(lambda x: x.astype(dtype), {**params, "layers": layers})
-    if int8:
-        cast["layers"] = [_int8(layer) | {n: cast_layer[n] for n in layer if not _is_matrix(n, layer[n])}
-                          for layer, cast_layer in zip(layers, cast["layers"], strict=True)]
-    return cast
+    cast = jax.tree.map(lambda x: x.astype(dtype), {name: params[name] for name in params if name != "layers"})
+    layers = [{name: x[i] for name, x in params["layers"].items()} for i in range(cfg.num_layers)]
+    return {**cast, "layers": [_converted(layer, dtype, int8) for layer in layers]}
+
+
+def view(layer: Params) -> Params:
+    """One layer of the copy as `decoder.layer` takes it: matrices [in, out] again. Inside `jit` it moves nothing."""
+    return {name: x.T if _is_matrix(name, x) else x for name, x in layer.items()}
 
 
 def _is_matrix(name: str, leaf: Any) -> bool:
     return name.endswith("_proj") and len(leaf.shape) == 2
 
 
-def _int8(layer: Params) -> Params:
+def _converted(layer: Params, dtype: Any, int8: bool) -> Params:
     made = {}
     for name, leaf in layer.items():
-        if _is_matrix(name, leaf):
-            made[name], made[decoder.scale_name(name)] = quantize(leaf, 0)
+        if int8 and _is_matrix(name, leaf):
+            made[name], made[decoder.scale_name(name)] = quantize(leaf.T, 1)
+        else:
+            made[name] = (leaf.T if _is_matrix(name, leaf) else leaf).astype(dtype)
     return made
 
 
@@ -44,10 +49,14 @@ def shardings(cfg: ModelConfig, mesh: Mesh, int8: bool = False) -> Params:
     """Shardings of what `convert` gives."""
     specs = decoder.specs(cfg)
     rules = sharding.ROLLOUT_RULES
-    layer = {name: decoder.Spec(leaf.shape[1:], leaf.axes[1:], leaf.init) for name, leaf in specs["layers"].items()}
-    if int8:
-        layer |= {decoder.scale_name(name): decoder.Spec(leaf.shape[1:], leaf.axes[1:], "ones")
-                  for name, leaf in layer.items() if _is_matrix(name, leaf)}
+    layer = {}
+    for name, leaf in specs["layers"].items():
+        shape, axes = leaf.shape[1:], leaf.axes[1:]
+        if _is_matrix(name, decoder.Spec(shape, axes, leaf.init)):
+            shape, axes = shape[::-1], axes[::-1]
+            if int8:
+                layer[decoder.scale_name(name)] = decoder.Spec(shape[:1], axes[:1], "ones")
+        layer[name] = decoder.Spec(shape, axes, leaf.init)
     rest = {name: specs[name] for name in specs if name != "layers"}
     one_layer = sharding.tree_shardings(layer, rules, mesh)
     return {**sharding.tree_shardings(rest, rules, mesh), "layers": [one_layer] * cfg.num_layers}

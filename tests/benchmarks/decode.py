@@ -1,127 +1,146 @@
-"""Decoding, rljax beside Hugging Face transformers with torch: the same float32 weights, prompts and token counts.
+"""Decoding, rljax beside Hugging Face transformers with torch and google-tunix: one model, float32, the same work.
 
-64 sequences of 64 prompt tokens, 64 new tokens each at temperature 1, no early stop, prefill included. rljax runs
-its scheduler and engine as in training and also returns each token's log-prob; transformers runs `generate` in
-inference mode, with the fastest of four settings (attention sdpa or eager, cache dynamic or static), tried first.
-Both use all cores. Loading, compiling and warming up are reported apart.
+Works (--work, `all` for one after the other):
 
-    python tests/benchmarks/decode.py --torch-env .venv-torch
+- a: 64 prompts of 64 tokens, one sample of 64 new tokens each.
+- b: as in GRPO: 16 prompts of 40 to 200 tokens, 8 samples each, lengths drawn from a long-tailed distribution
+  (lognormal, median 48, from 8 to 256). Each sample ends exactly at its length; only those tokens count. rljax has
+  --slots slots; the peers draw all samples as one batch, or --peer-batch at a time, up to its longest.
+- c: 8 prompts of 512 tokens, 256 new tokens each.
+
+Prompts are random token ids. All draw at temperature 1 from the whole vocabulary; rljax also returns log-probs. Each
+contestant has a process and an environment of its own and all cores, is warmed up on the same shapes, and they take
+turns. `peer_*.py` say how each is driven. "First token" is the whole work with one new token a sequence (tunix's loop
+does one step more). Compilations are those that JAX reports. Before the table's numbers are worth anything the
+contestants must agree on the greedy continuation of the first prompt: it says so. Below it stands what the machine
+allows (`limit.py`). --growth is rljax alone: seconds per token with short and with long prompts in 8 slots.
+
+    python tests/benchmarks/decode.py --work all --torch-env .venv-torch --tunix-env .venv-tunix --repeats 3
+    python tests/benchmarks/decode.py --growth
 """
 
 from __future__ import annotations
 
-import os
+import importlib
 import random
-import time
+import statistics
+import sys
 from typing import Any
 
 import common
+import limit
 
-TRIAL = 4  # new tokens on which the peer's settings are compared: sdpa can take ten times as long as eager
-
-
-def make_work(options) -> dict[str, Any]:
-    """Prompts of ordinary token ids; every sequence has its own."""
-    draw = random.Random(options.seed)
-    prompts = [[draw.randrange(100, 40000) for _ in range(options.prompt)] for _ in range(options.sequences)]
-    return {"model": str(options.model.resolve()), "prompts": prompts, "new": options.new, "steps": options.steps}
+WORKERS = {"rljax": "peer_rljax", "torch": "peer_torch", "tunix": "peer_tunix", "limit": "limit"}
+SLOTS = {"a": 64, "b": 64, "c": 8}
+MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.8, 8, 256  # response lengths of work b
+GROWTH_SLOTS, GROWTH_PROMPTS, GROWTH_TARGET = 8, (64, 512), 1.3
 
 
-def rljax_worker(work: dict[str, Any]):
-    """rljax's engine and scheduler, as many slots as sequences."""
-    import jax
-
-    from rljax import models, sharding
-    from rljax.models import decoder
-    from rljax.sample import SamplingParams
-    from rljax.sampler.engine import Engine, EngineConfig
-    from rljax.sampler.scheduler import Request, Scheduler, complete
-
-    start = time.perf_counter()
-    mesh = sharding.make_mesh(devices=jax.devices()[:1])
-    # The layout is the trainer's: the engine makes its own copy of the weights from it, as in training.
-    cfg, params = models.load(work["model"], shardings=lambda cfg: sharding.tree_shardings(
-        decoder.specs(cfg), sharding.TRAIN_RULES, mesh))
-    prompt, sequences = len(work["prompts"][0]), len(work["prompts"])
-    engine = Engine(cfg, EngineConfig(
-        slots=sequences, cache_len=prompt + work["new"], prompt_buckets=(prompt,), prefill_rows=min(16, sequences),
-        steps_per_dispatch=work["steps"], stop_ids=(), vocab_known=cfg.vocab_size,
-    ), mesh)
-    jax.block_until_ready(params)
-    loaded, resident = time.perf_counter() - start, common.mark_memory()
-    scheduler = Scheduler(engine)
-    uids = iter(range(1 << 30))
-
-    def run(new: int = work["new"]) -> dict[str, Any]:
-        weights = engine.weights(params)
-        requests = [Request(next(uids), list(prompt), SamplingParams(max_new_tokens=new)) for prompt in work["prompts"]]
-        complete(scheduler, weights, requests)
-        return {"tokens": sum(len(request.tokens) for request in requests)}
-
-    start = time.perf_counter()
-    run(work["steps"] + 1)
-    report = {"load": loaded, "warm": time.perf_counter() - start, "resident": resident,
-              "settings": f"jax {jax.__version__}, {work['steps']} steps per dispatch, cache {prompt + work['new']}"}
-    return report, run
+def make_work(options, name: str) -> dict[str, Any]:
+    """Prompts of ordinary token ids, and the length of each of their samples."""
+    draw = random.Random(f"{options.seed} {name}")
+    if name == "a":
+        prompts, lengths = [64] * 64, [[64]] * 64
+    elif name == "b":
+        prompts = [draw.randint(40, 200) for _ in range(16)]
+        lengths = [[round(min(max(MEDIAN * draw.lognormvariate(0, SIGMA), SHORTEST), LONGEST)) for _ in range(8)]
+                   for _ in prompts]
+    else:
+        prompts, lengths = [512] * 8, [[256]] * 8
+    lengths = [[min(length, options.new or length) for length in group] for group in lengths[: options.prompts]]
+    return _work(options, draw, prompts[: options.prompts], lengths, options.slots or SLOTS[name])
 
 
-def torch_worker(work: dict[str, Any]):
-    """transformers' generate, with the fastest of its settings."""
-    import torch
-    import transformers
-
-    torch.set_num_threads(os.cpu_count())
-    start = time.perf_counter()
-    model = transformers.AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32).eval()
-    prompts = torch.tensor(work["prompts"])
-    # Reads every weight, so that what is mapped from the file counts as loaded.
-    sum(float(p.detach().sum()) for p in model.parameters())
-    loaded, resident = time.perf_counter() - start, common.mark_memory()
-
-    def run(attention: str, cache: str, new: int = work["new"]) -> dict[str, Any]:
-        model.set_attn_implementation(attention)
-        settings = transformers.GenerationConfig(
-            max_new_tokens=new, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, use_cache=True,
-            cache_implementation=None if cache == "dynamic" else cache, eos_token_id=None, pad_token_id=0,
-        )
-        with torch.inference_mode():
-            out = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=settings)
-        return {"tokens": out.numel() - prompts.numel()}
-
-    start = time.perf_counter()
-    tried = {}
-    for choice in [(a, c) for a in ("sdpa", "eager") for c in ("dynamic", "static")]:
-        run(*choice, new=2)
-        begin = time.perf_counter()
-        run(*choice, new=TRIAL)
-        tried[choice] = time.perf_counter() - begin
-    best = min(tried, key=tried.get)
-    common.mark_memory()  # the other settings' memory is not the best one's
-    seconds = ", ".join(f"{' '.join(choice)} {took:.1f} s" for choice, took in tried.items())
-    report = {"load": loaded, "warm": time.perf_counter() - start, "resident": resident,
-              "settings": f"torch {torch.__version__}, transformers {transformers.__version__}, {' '.join(best)} "
-                          f"({TRIAL} tokens: {seconds}), {torch.get_num_threads()} threads"}
-    return report, lambda: run(*best)
+def _work(options, draw: random.Random, prompts: list[int], lengths: list[list[int]], slots: int) -> dict[str, Any]:
+    return {"model": str(options.model.resolve()), "lengths": lengths, "slots": min(slots, sum(map(len, lengths))),
+            "prompts": [[draw.randrange(100, 40000) for _ in range(prompt)] for prompt in prompts],
+            "steps": options.steps, "batch": options.peer_batch, "cache_tokens": options.cache_tokens}
 
 
-WORKERS = {"rljax": rljax_worker, "torch": torch_worker}
+def describe(work: dict[str, Any]) -> str:
+    """The work's counts."""
+    prompts, lengths = [len(prompt) for prompt in work["prompts"]], [n for group in work["lengths"] for n in group]
+    return (f"{len(prompts)} prompts of {min(prompts)} to {max(prompts)} tokens, {len(work['lengths'][0])} samples of "
+            f"each, {min(lengths)} to {max(lengths)} new tokens (mean {statistics.mean(lengths):.1f}, "
+            f"{sum(lengths)} together), float32, temperature 1")
+
+
+def compare(options, name: str) -> None:
+    """One work: the table, whether the contestants agree, the limit."""
+    work = make_work(options, name)
+    print(f"work {name}: {describe(work)}", file=sys.stderr)
+    measured = run_limit(options, work)
+    contestants = [common.Contestant(contestant, __file__, work, options) for contestant in options.contestants]
+    common.take_turns(contestants, options.repeats)
+    first: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    for contestant in contestants * options.repeats:
+        first[contestant.name].append(contestant.run(new=1)["seconds"])
+    common.print_results(f"Work {name}: {describe(work)}", "new tokens", contestants, {
+        "first token s": lambda contestant: f"{statistics.median(first[contestant.name]):.2f}",
+        "compilations: warm-up": lambda contestant: str(contestant.ready["compilations"]),
+        "measured": lambda contestant: str(sum(run["compilations"] for run in contestant.runs))})
+    for contestant in contestants[1:]:
+        print(agreement(contestants[0], contestant))
+    print(limit.describe(work, measured, contestants[0].name, contestants[0].rate()), flush=True)
+    for contestant in contestants:
+        contestant.close()
+
+
+def run_limit(options, work: dict[str, Any]) -> dict[str, Any]:
+    """The machine's rates, measured while no contestant has started."""
+    contestant = common.Contestant("limit", __file__, {"model": work["model"], "rows": [8, 64, work["slots"]]}, options)
+    contestant.close()
+    return contestant.ready
+
+
+def agreement(one: common.Contestant, other: common.Contestant) -> str:
+    """How many tokens of the first prompt's greedy continuation are the same."""
+    mine, theirs = one.ready["greedy"], other.ready["greedy"]
+    same = next((index for index, pair in enumerate(zip(mine, theirs)) if len(set(pair)) > 1), len(mine))
+    return f"greedy continuation of the first prompt: {one.name} and {other.name} agree on {same} of {len(mine)} tokens"
+
+
+def growth(options) -> None:
+    """Seconds per decoded token with few and with many filled positions: what differs between 1 and `new` tokens."""
+    draw, new = random.Random(options.seed), options.new or 32
+    work = _work(options, draw, [n for n in GROWTH_PROMPTS for _ in range(GROWTH_SLOTS)],
+                 [[new + 1]] * 2 * GROWTH_SLOTS, GROWTH_SLOTS)
+    rljax = common.Contestant("rljax", __file__, work, options)
+    took: dict[int, list[float]] = {prompt: [] for prompt in GROWTH_PROMPTS}
+    for _ in range(options.repeats):
+        for index, prompt in enumerate(GROWTH_PROMPTS):
+            part = {"start": index * GROWTH_SLOTS, "stop": (index + 1) * GROWTH_SLOTS}
+            first, last = (rljax.run(new=count, **part)["seconds"] for count in (1, new + 1))
+            took[prompt].append((last - first) / new / GROWTH_SLOTS)
+    rljax.close()
+    print(f"rljax, {GROWTH_SLOTS} slots, {new} new tokens each; medians of {options.repeats} turns; {common.machine()}")
+    for prompt, seconds in took.items():
+        print(f"{prompt} filled positions: {statistics.median(seconds) * 1e3:.2f} ms per token")
+    ratios = [long / short for short, long in zip(*took.values())]
+    print(f"ratio: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), "
+          f"to be less than {GROWTH_TARGET}")
 
 
 def main() -> None:
-    """Start both, let them take turns, print the table."""
-    options = common.parser(__doc__)
-    options.add_argument("--sequences", type=int, default=64)
-    options.add_argument("--prompt", type=int, default=64, help="prompt tokens of each")
-    options.add_argument("--new", type=int, default=64, help="new tokens of each")
-    options.add_argument("--steps", type=int, default=16, help="rljax: decoding steps per dispatch")
+    """The options; then each work in turn, or the growth."""
+    options = common.parser(__doc__, peers=("torch", "tunix"))
+    options.add_argument("--work", choices=[*SLOTS, "all"], default="a")
+    options.add_argument("--growth", action="store_true", help="rljax alone: does a token cost more after many others?")
+    options.add_argument("--contestants", nargs="+", choices=["rljax", "torch", "tunix"],
+                         default=["rljax", "torch", "tunix"])
+    options.add_argument("--slots", type=int, help="rljax: sequences at a time (default: by work)")
+    options.add_argument("--steps", type=int, default=8, help="rljax: decoding steps per dispatch")
+    options.add_argument("--cache-tokens", type=int, default=10240, help="rljax: positions of its cache")
+    options.add_argument("--peer-batch", type=int, default=0, help="sequences of a peer's batch (default: all)")
+    options.add_argument("--prompts", type=int, help="the first so many prompts only")
+    options.add_argument("--new", type=int, help="new tokens of a sequence at most")
     options = options.parse_args()
     if options.worker:
-        return common.serve(WORKERS[options.worker])
-    work = make_work(options)
-    contestants = [common.Contestant(name, __file__, work, options) for name in WORKERS]
-    common.take_turns(contestants, options.repeats)
-    common.print_results(f"{options.sequences} sequences, {options.prompt} prompt and {options.new} new tokens each, "
-                         "float32, temperature 1", "new tokens", contestants)
+        return common.serve(importlib.import_module(WORKERS[options.worker]).worker)
+    if options.growth:
+        return growth(options)
+    for name in SLOTS if options.work == "all" else [options.work]:
+        compare(options, name)
 
 
 if __name__ == "__main__":

@@ -164,7 +164,8 @@ def main() -> None:
     common.take_turns(contestants, options.repeats)
     lengths = [len(sample["tokens"]) for sample in work["samples"]]
     common.print_results(f"One update on {len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens, "
-                         f"{sum(lengths)} together, float32", "real tokens", contestants, norm="norm")
+                         f"{sum(lengths)} together, float32", "real tokens", contestants,
+                         {"norm": lambda contestant: f"{contestant.runs[-1]['norm']:.6g}"})
 
 
 if __name__ == "__main__":

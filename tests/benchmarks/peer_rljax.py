@@ -1,0 +1,73 @@
+"""decode.py's worker for rljax: engine and scheduler as in training, each token's log-prob included."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import common
+
+PREFILL_CHUNK = 256  # as on a CPU by default
+GREEDY = 16  # tokens of the continuation that all contestants must agree on
+
+
+def make_scheduler(work: dict[str, Any]):
+    """(scheduler, function that makes the rollout copy of the weights), everything loaded."""
+    import jax
+
+    from rljax import models, sharding
+    from rljax.models import decoder
+    from rljax.sampler.engine import Engine, EngineConfig
+    from rljax.sampler.scheduler import Scheduler
+
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    # The layout is the trainer's: the engine makes its own copy of the weights from it, as in training.
+    cfg, params = models.load(work["model"], shardings=lambda cfg: sharding.tree_shardings(
+        decoder.specs(cfg), sharding.TRAIN_RULES, mesh))
+    prompts = [len(prompt) for prompt in work["prompts"]]
+    buckets = sorted({-(-prompt // 64) * 64 for prompt in prompts})
+    engine = Engine(cfg, EngineConfig(
+        slots=work["slots"], cache_len=max(prompts) + max(map(max, work["lengths"])), prompt_buckets=tuple(buckets),
+        prefill_rows=min(16, len(prompts)), steps_per_dispatch=work["steps"], stop_ids=(), vocab_known=cfg.vocab_size,
+        prefill_chunk=PREFILL_CHUNK, members=max(map(len, work["lengths"])), row_levels=4,
+        cache_tokens=work["cache_tokens"],
+    ), mesh)
+    jax.block_until_ready(params)
+    return Scheduler(engine), lambda: engine.weights(params)
+
+
+def worker(work: dict[str, Any]):
+    """The samples of a prompt are requests with the same context; the weights are copied anew in every run."""
+    import jax
+
+    from rljax.sample import SamplingParams
+    from rljax.sampler.scheduler import Request, complete
+
+    compilations = common.count_compilations()
+    start = time.perf_counter()
+    scheduler, weights = make_scheduler(work)
+    loaded, resident = time.perf_counter() - start, common.mark_memory()
+    uids = iter(range(1 << 30))
+
+    def draw(prompts: list[list[int]], lengths: list[list[int]], temperature: float = 1.0) -> list[list[int]]:
+        requests = [Request(next(uids), list(prompt), SamplingParams(max_new_tokens=length, temperature=temperature))
+                    for prompt, group in zip(prompts, lengths) for length in group]
+        complete(scheduler, weights(), requests)
+        scheduler.release()
+        return [request.tokens for request in requests]
+
+    def run(new: int | None = None, start: int = 0, stop: int | None = None) -> dict[str, Any]:
+        """`new` tokens of each at most, for the prompts from `start` to `stop`."""
+        before = len(compilations)
+        lengths = [[min(length, new or length) for length in group] for group in work["lengths"]]
+        drawn = draw(work["prompts"][start:stop], lengths[start:stop])
+        return {"tokens": sum(map(len, drawn)), "compilations": len(compilations) - before}
+
+    start = time.perf_counter()
+    scheduler.engine.warmup(weights())
+    greedy = draw(work["prompts"][:1], [[min(GREEDY, max(map(max, work["lengths"])))]], temperature=0.0)[0]
+    run(new=work["steps"])
+    report = {"load": loaded, "warm": time.perf_counter() - start, "resident": resident, "greedy": greedy,
+              "compilations": len(compilations),
+              "settings": f"jax {jax.__version__}, {work['slots']} slots, {work['steps']} steps per dispatch"}
+    return report, run
