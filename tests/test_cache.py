@@ -136,7 +136,7 @@ def test_the_cache_is_given_back():
 
 def test_fewer_rows_decode_only_if_they_give_the_same_bits():
     """A CPU's products do, whatever the number of rows; its sums over rows as narrow as here do not. The whole of a
-    real model is in test_decode_smollm2."""
+    real model is in test_decode."""
     shape = dataclasses.replace(tiny.SHAPE, slots=32, row_levels=3, prefill_rows=8, prompt_buckets=(32,))
     engine = Engine(tiny.CONFIG, shape, tiny.one_device())
     assert shape.rows(1) == [8, 16, 32] and shape.rows(16) == [16, 32] and engine.row_counts == [32]
@@ -159,6 +159,16 @@ def test_fewer_rows_decode_only_if_they_give_the_same_bits():
     assert used == {16, 32}
 
 
+def test_a_prompt_that_comes_again_much_later_blocks_nobody():
+    """The pool holds one long prompt: the first is stored, and wanted again behind twenty others."""
+    scheduler = Scheduler(tight())
+    prompt = request(0, 25).context
+    crowd = [Request(0, prompt, SamplingParams(4)), *[request(i, 26, 4) for i in range(1, 20)],
+             Request(30, prompt, SamplingParams(4))]
+    draw(crowd, scheduler=scheduler)
+    assert all(r.end_reason for r in crowd) and scheduler.tables.prompts == []
+
+
 def test_a_group_larger_than_a_prompts_members():
     scheduler = Scheduler(tiny.engine())
     group = draw([Request(uid, [10, 11, 12], SamplingParams(6)) for uid in range(8)], scheduler=scheduler)
@@ -168,8 +178,8 @@ def test_a_group_larger_than_a_prompts_members():
 
 
 def test_a_cache_that_holds_no_sample_is_refused():
-    with pytest.raises(ValueError, match="sampler.cache_tokens 40 holds 5 pages of 8 tokens, but one sample of 48 tokens "
-                                         "may need 10"):
+    with pytest.raises(ValueError, match="cache_tokens 40 holds 5 pages of 8 tokens, but one sample of 48 tokens may "
+                                         "need 10"):
         Engine(tiny.CONFIG, dataclasses.replace(TIGHT, cache_tokens=40), tiny.one_device())
 
 

@@ -116,7 +116,7 @@ class EngineConfig:
 
 def decode_step(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array, positions: jax.Array,
                 attend: Callable) -> jax.Array:
-    """Feed each slot's token: logits [S, V] float32 of the next. attend(layer, q, k, v, window): see `decoder.layer`."""
+    """Feed each slot's token: logits [S, V] float32 of the next. attend(layer, q, k, v, window), as `decoder`'s."""
     cos, sin = decoder.rope_tables(cfg, positions)
     x = decoder.embed(cfg, params, tokens, dtype)
     for index, (weights, (window, table)) in enumerate(zip(params["layers"], prefill.per_layer(cfg), strict=True)):

@@ -71,7 +71,7 @@ def check_knobs(uid: int, p: SamplingParams, engine: EngineConfig) -> None:
                          f"{p.max_new_tokens}")
     biases = dict(p.logit_bias)
     if len(biases) < len(p.logit_bias) or len(biases) > MOST_BIASES or not all(map(math.isfinite, biases.values())):
-        raise ValueError(f"request {uid}: logit_bias takes up to {MOST_BIASES} different tokens with finite values, not "
+        raise ValueError(f"request {uid}: logit_bias takes up to {MOST_BIASES} different tokens, finite values, not "
                          f"{p.logit_bias}")
     if not 0 <= p.top_logprobs <= engine.alternatives:
         raise ValueError(f"request {uid}: top_logprobs {p.top_logprobs} is not from 0 to the engine's "

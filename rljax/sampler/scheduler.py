@@ -13,9 +13,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-import jax
 import numpy as np
 
+from rljax import sharding
 from rljax.sampler import requests as asked
 from rljax.sampler.cache import Chunk
 from rljax.sampler.decode import Drawn, Slots
@@ -52,7 +52,6 @@ class Scheduler:
         self.tables, self.chunks = engine.tables(), list[Chunk]()
         self._entered = [0] * engine.config.slots  # when: a rising number
         self._clock = 0
-        self._waiting: collections.Counter[tuple[int, ...]] = collections.Counter()  # prompts in the queue
         self._long: LongPrompt | None = None
         # A dispatch that runs, and whom it serves: (slot, request) of each row.
         self._flight: tuple[Drawn, list[tuple[int, Request]]] | None = None
@@ -103,13 +102,11 @@ class Scheduler:
         waiting = [r for r in self.queue if wanted is None or r.uid in wanted]
         kept = [r for r in self.queue if wanted is not None and r.uid not in wanted]
         self.queue.clear()
-        self._waiting.clear()
         self._enqueue(kept)
         for request in taken + waiting:
             request.end_reason = "abort"
         if wanted is None:
             self._long = None
-        self.tables.drop(self._waiting)
         return taken + waiting
 
     def release(self) -> None:
@@ -129,20 +126,21 @@ class Scheduler:
     def _enqueue(self, requests: Sequence[Request], first: bool = False) -> None:
         for request in requests:
             request.taken, request.prompt = 0, tuple(request.context[:-1])
-            self._waiting[request.prompt] += 1
             (self.queue.appendleft if first else self.queue.append)(request)
 
     def _leave(self, index: int) -> None:
-        """Free a slot and its pages; a prompt that nobody reads or waits for is forgotten."""
+        """Free a slot and its pages."""
         self.slots[index] = None
         self.tables.leave(index)
-        self.tables.drop(self._waiting)
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 
     def _refill(self, params: Params) -> None:
         """Fill free slots from the queue. While others decode, at most one prefill program runs, so that they go on."""
         decoding = any(self.slots)
+        # Prompts that nobody reads stay only for those who come next: the others may need the room.
+        keep = {request.prompt for request in itertools.islice(self.queue, len(self.slots))}
+        self.tables.drop(keep | ({self._long.prompt.tokens} if self._long else set()))
         self._join(params)
         while self.queue and None in self.slots:
             if self._long:
@@ -175,9 +173,6 @@ class Scheduler:
         self.tables.grow(index)
         self.slots[index], self._entered[index] = request, self._clock
         self._clock += 1
-        self._waiting[request.prompt] -= 1
-        if not self._waiting[request.prompt]:
-            del self._waiting[request.prompt]
         self._counts["shared_tokens"] += len(request.context) * shared
         return True
 
@@ -250,7 +245,7 @@ class Scheduler:
         if self._flight is None:
             return []
         (drawn, served), self._flight = self._flight, None
-        drawn = jax.device_get(drawn)
+        drawn = sharding.to_host(drawn)
         counts, tokens, logprobs = drawn.counts.tolist(), drawn.tokens.tolist(), drawn.logprobs.tolist()
         self._counts["slot_steps"] += max(counts) * len(counts)
         finished = []

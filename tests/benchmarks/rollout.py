@@ -11,6 +11,7 @@ over the whole rollout and before its drain, when no request waits any more.
 from __future__ import annotations
 
 import argparse
+import collections
 import time
 import types
 
@@ -24,7 +25,8 @@ from rljax.metrics import Timers
 from rljax.rewards.pool import RewardPool
 from rljax.rollout import Rollout
 from rljax.sample import Sample, SamplingParams
-from rljax.sampler.engine import EngineConfig
+from rljax.sampler.decode import Drawn, EngineConfig
+from rljax.sampler.pages import PageTables
 from rljax.sampler.scheduler import Scheduler
 
 SHORTEST, LONGEST, END = 13, 256, 1
@@ -37,10 +39,13 @@ class Engine:
         self.config = EngineConfig(slots=slots, cache_len=1024, prompt_buckets=(64,), prefill_rows=slots,
                                    steps_per_dispatch=16, stop_ids=(END,), vocab_known=1000)
         self.cfg = types.SimpleNamespace(vocab_size=1000)
-        self.lengths, self.left = lengths, np.zeros(slots, int)
+        self.lengths, self.row_counts = lengths, [slots]
 
-    def fresh_state(self):
-        return None
+    def tables(self) -> PageTables:
+        return PageTables(self.config.slots, *self.config.pages(1), self.config.columns, 1, self.config.page)
+
+    def chunks(self) -> list:
+        return []
 
     def bucket(self, length: int) -> int:
         return 64
@@ -48,24 +53,20 @@ class Engine:
     def rows(self, bucket: int) -> int:
         return self.config.prefill_rows
 
-    def prefill(self, params, contexts):
-        return contexts
+    def prefill(self, params, prompts, bucket):
+        return prompts
 
-    def insert(self, state, prefix, source, uids, slots):
-        entering = np.flatnonzero(source >= 0)
-        self.left[entering] = self.lengths[uids[entering]]
+    def insert(self, chunks, prefix, pages):
+        pass
 
-    def keep(self, state, busy):
-        self.left *= busy
-
-    def generate(self, params, state, forced=None):
-        steps = self.config.steps_per_dispatch
-        counts = np.minimum(self.left, steps)
-        tokens = np.full((self.config.slots, steps), 7, np.int32)
-        ending = np.flatnonzero((self.left > 0) & (self.left <= steps))
-        tokens[ending, self.left[ending] - 1] = END
-        self.left = self.left - counts
-        return state, tokens, np.full(tokens.shape, -0.5, np.float32), counts
+    def generate(self, params, chunks, slots, tables, forced) -> Drawn:
+        left = self.lengths[slots.uids] - (slots.positions - tables.prompt_len)
+        counts = np.where(slots.remaining > 0, np.minimum(left, forced.shape[1]), 0)
+        tokens = np.full(forced.shape, 7, np.int32)
+        ending = np.flatnonzero((counts > 0) & (left <= forced.shape[1]))
+        tokens[ending, left[ending] - 1] = END
+        none = np.zeros((*forced.shape, 0))
+        return Drawn(tokens, np.full(tokens.shape, -0.5, np.float32), counts, none, none)
 
 
 class Source:
@@ -92,10 +93,12 @@ def main() -> None:
     scheduler = Scheduler(Engine(lengths, options.slots))
     drain: list[tuple[int, int]] = []
     step = scheduler.step
+    total = collections.Counter()
 
     def watched(params):
-        if not scheduler.queue and not drain:
-            drain.append((scheduler.drawn, scheduler.slot_steps))
+        total.update(scheduler.take_counts())
+        if total["drawn"] and not scheduler.queue and not drain:
+            drain.append((total["drawn"], total["slot_steps"]))
         return step(params)
 
     scheduler.step = watched
@@ -104,6 +107,7 @@ def main() -> None:
         begun, wall = time.process_time(), time.monotonic()
         gathering = Gathering(Prompts(Source(), size).take, groups, groups, groups, lambda group: "")
         found = rollout.gather({}, gathering, SamplingParams(LONGEST), 0)
+        total.update(scheduler.take_counts())
         drawn, drawn_wall = time.process_time() - begun, time.monotonic() - wall
     samples = [sample for group in found.kept for sample in group]
     made = Experience(config, None, algorithms.find("grpo"), on_policy=True, shapes={
@@ -112,10 +116,10 @@ def main() -> None:
     updates, _ = made.make(samples, Weights(None))
     packed = time.process_time() - begun
     tokens = sum(len(sample.response_tokens) for sample in samples)
-    print(f"{len(samples)} samples, {tokens} tokens, {scheduler.dispatches} dispatches, {options.slots} slots")
+    print(f"{len(samples)} samples, {tokens} tokens, {total['dispatches']} dispatches, {options.slots} slots")
     print(f"host CPU seconds: rollout {drawn:.2f} (wall {drawn_wall:.2f}), advantages and packing {packed:.2f}, "
           f"together {drawn + packed:.2f}")
-    before, whole = drain[0][0] / drain[0][1], scheduler.drawn / scheduler.slot_steps
+    before, whole = drain[0][0] / max(drain[0][1], 1), total["drawn"] / total["slot_steps"]
     print(f"slot utilisation: {whole:.3f} over all, {before:.3f} before the drain; "
           f"{len(updates[0].batches)} micro-batches")
 
