@@ -34,6 +34,7 @@ def get_config():
     c.rollout.batch_size, c.rollout.n_samples_per_prompt, c.rollout.num_rollouts = 4, 4, 6
     c.rollout.max_response_len = 4
     c.sampler.prompt_buckets, c.sampler.length_buckets, c.sampler.steps_per_dispatch = (8,), (16,), 2
+    c.sampler.warmup = False
     c.reward.type, c.reward.workers = "plugin:reward", 1
     c.optim.lr = 1e-2
     c.train.global_batch_size = 8

@@ -26,6 +26,7 @@ train/train_rollout_logprob_abs_diff train/train_rollout_logprob_abs_diff_max tr
 train/nonfinite_skips perf/rollout_time perf/reward_wait_time perf/score_time perf/train_time perf/sync_time
 perf/save_time perf/step_time perf/rollout_tokens_per_device_per_sec perf/rollout_effective_tokens_per_device_per_sec
 perf/train_tokens_per_device_per_sec perf/train_effective_tokens_per_device_per_sec perf/slot_utilization
+perf/sync_bytes perf/preempted
 perf/prefix_shared_tokens perf/packing_efficiency perf/tflops_per_device perf/mfu perf/compiles perf/device_memory_peak
 eval/sums-maj@4 eval/sums/passrate/maj@4 rollout/dynamic_filter/drop_reward_std rollout/sample_filter/dropped
 rollout/buffer_filter/dropped rollout/buffered_groups rollout/restarted_samples rollout/offpolicy_tokens_frac

@@ -545,7 +545,7 @@ def test_eight_devices_agree_with_one(meshed):
     draw(forced, weights, Scheduler(engine))
     for one, other in zip(forced, reference()[:10], strict=True):
         assert one.tokens == other.tokens
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5, rtol=2e-6)  # the largest are near -6
     greedy = [request(i, new=10, temperature=0.0) for i in range(8)]
     alone = draw([request(i, new=10, temperature=0.0) for i in range(8)])
     draw(greedy, weights, Scheduler(engine))
