@@ -110,8 +110,8 @@ def build(config: ConfigDict) -> Parts:
         critic = Critic(cfg, mesh, loss, algo.value_clip, its, config.optim.clip_grad)
     if algo.opd_kl_coef > 0:
         teacher = Scorer(models.load_config(config.model.teacher_path), mesh, loss)
-    longest = max_prompt_len(config) + max([sampling.max_new_tokens, *(s.sampling.max_new_tokens for s in eval_sets)])
-    engine = Engine(cfg, engine_config(config, cfg, tok, mesh, longest), mesh)
+    new_tokens = max([sampling.max_new_tokens, *(s.sampling.max_new_tokens for s in eval_sets)])
+    engine = Engine(cfg, engine_config(config, cfg, tok, mesh, new_tokens), mesh)
     scheduler = Scheduler(engine, functools.partial(tokenizer.find_stop, tok))
     return Parts(
         tok, mesh, trainer, critic, teacher, engine, scheduler, source, eval_sets, sampling, estimator,
@@ -270,9 +270,10 @@ def optimizer_config(config: ConfigDict, total_updates: int) -> OptimizerConfig:
     )
 
 
-def engine_config(config: ConfigDict, cfg: ModelConfig, tok: tokenizer.Tokenizer, mesh: Mesh, longest: int):
-    """Shapes of the sampler: the smallest bucket that holds `longest` tokens, a cache that fits in memory, slots."""
-    sampler = config.sampler
+def engine_config(config: ConfigDict, cfg: ModelConfig, tok: tokenizer.Tokenizer, mesh: Mesh, new_tokens: int):
+    """Shapes of the sampler: the smallest bucket that holds the longest prompt and `new_tokens`, a cache that fits in
+    memory, slots."""
+    sampler, longest = config.sampler, max_prompt_len(config) + new_tokens
     fitting = [length for length in sampler.length_buckets if length >= longest]
     if not fitting:
         raise ValueError(f"sampler.length_buckets: the largest, {sampler.length_buckets[-1]}, holds no prompt and "
@@ -288,7 +289,7 @@ def engine_config(config: ConfigDict, cfg: ModelConfig, tok: tokenizer.Tokenizer
     buckets = tuple(b for b in sampler.prompt_buckets if b < max_prompt_len(config))
     buckets += (next(b for b in sampler.prompt_buckets if b >= max_prompt_len(config)),)
     return EngineConfig(
-        slots=slots, cache_len=fitting[0], prompt_buckets=buckets,
+        slots=slots, cache_len=fitting[0], new_tokens=new_tokens, prompt_buckets=buckets,
         prefill_rows=_multiple(config.rollout.batch_size, shards),
         prefill_chunk=sampler.prefill_chunk or (CPU_CHUNK if jax.default_backend() == "cpu" else CHUNK),
         steps_per_dispatch=sampler.steps_per_dispatch,

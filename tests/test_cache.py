@@ -137,18 +137,19 @@ def test_the_cache_is_given_back():
 def test_fewer_rows_decode_only_if_they_give_the_same_bits():
     """A CPU's products do, whatever the number of rows; its sums over rows as narrow as here do not. The whole of a
     real model is in test_decode."""
-    shape = dataclasses.replace(tiny.SHAPE, slots=32, row_levels=3, prefill_rows=8, prompt_buckets=(32,))
+    shape = dataclasses.replace(tiny.SHAPE, slots=16, row_levels=2, prompt_buckets=(32,))
     engine = Engine(tiny.CONFIG, shape, tiny.one_device())
-    assert shape.rows(1) == [8, 16, 32] and shape.rows(16) == [16, 32] and engine.row_counts == [32]
+    assert shape.rows(1) == [8, 16] and shape.rows(16) == [16] and engine.row_counts == [16]
     engine.warmup(tiny.weights())
-    for rows in (8, 16):
-        assert (rows in engine.row_counts) == np.array_equal(*(
-            engine._probe(tiny.weights(), n, 8) for n in (rows, 32)))
+    assert (8 in engine.row_counts) == np.array_equal(*(engine._probe(tiny.weights(), n, 8) for n in (8, 16)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "_probe", lambda params, rows, busy: np.float32(rows == 8))
         engine.warmup(tiny.weights())
-    assert engine.row_counts == [16, 32]
-    crowd = [request(i, n, 4 + i % 14) for i, n in zip(range(26), [5, 1, 8, 9, 3, 17, 2, 31, 12, 3] * 3)]
+        assert engine.row_counts == [16]
+        patch.setattr(engine, "_probe", lambda params, rows, busy: np.float32(0))
+        engine.warmup(tiny.weights())
+    assert engine.row_counts == [8, 16]
+    crowd = [request(i, n, 4 + i % 14) for i, n in zip(range(13), [5, 1, 8, 9, 3, 17, 2, 31, 12, 3] * 2)]
     draw(crowd)
     forced = [dataclasses.replace(r, logprobs=[], params=SamplingParams(len(r.tokens))) for r in crowd]
     used, generate = set(), engine.generate
@@ -156,7 +157,14 @@ def test_fewer_rows_decode_only_if_they_give_the_same_bits():
         params, chunks, slots, *rest)
     for one, other in zip(draw(forced, scheduler=Scheduler(engine)), crowd, strict=True):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-    assert used == {16, 32}
+    assert used == {8, 16}
+
+
+def test_a_request_longer_than_the_engine_is_made_for_is_refused():
+    shape = dataclasses.replace(tiny.SHAPE, new_tokens=9)
+    assert shape.columns == (2, 4) and tiny.SHAPE.columns == (6, 4)
+    with pytest.raises(ValueError, match="request 1: 10 new tokens; the engine is made for 9"):
+        Scheduler(Engine(tiny.CONFIG, shape, tiny.one_device())).submit([request(1, 5, 10)])
 
 
 def test_a_prompt_that_comes_again_much_later_blocks_nobody():

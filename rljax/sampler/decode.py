@@ -72,6 +72,7 @@ class EngineConfig:
     dtype: Any = jnp.float32
     seed: int = 0
     prefill_chunk: int = 4096  # tokens of one prefill program, padding included
+    new_tokens: int = 0  # most new tokens of a request; 0 = what cache_len leaves
     members: int = 1  # samples that read one stored prompt
     cache_tokens: int = 0  # positions of both pools together; 0 = as many as the slots may need
     parts: int = 1  # of both pools; the XLA path passes over those that nobody reads
@@ -91,7 +92,8 @@ class EngineConfig:
     @property
     def columns(self) -> tuple[int, int]:
         """Most pages of one slot: own, prompt."""
-        return -(-self.cache_len // self.page), max(1, -(-(min(self.prompt_buckets[-1], self.cache_len)) // self.page))
+        prompt = min(self.prompt_buckets[-1], self.cache_len)
+        return -(-min(self.new_tokens or self.cache_len, self.cache_len) // self.page), max(1, -(-prompt // self.page))
 
     def rows(self, shards: int) -> list[int]:
         """Slots of the decoding programs, ascending."""

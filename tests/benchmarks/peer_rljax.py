@@ -25,9 +25,10 @@ def make_scheduler(work: dict[str, Any]):
     cfg, params = models.load(work["model"], shardings=lambda cfg: sharding.tree_shardings(
         decoder.specs(cfg), sharding.TRAIN_RULES, mesh))
     prompts = [len(prompt) for prompt in work["prompts"]]
+    new = max(map(max, work["lengths"]))
     buckets = sorted({-(-prompt // 64) * 64 for prompt in prompts})
     engine = Engine(cfg, EngineConfig(
-        slots=work["slots"], cache_len=max(prompts) + max(map(max, work["lengths"])), prompt_buckets=tuple(buckets),
+        slots=work["slots"], cache_len=max(prompts) + new, new_tokens=new, prompt_buckets=tuple(buckets),
         prefill_rows=min(16, len(prompts)), steps_per_dispatch=work["steps"], stop_ids=(), vocab_known=cfg.vocab_size,
         prefill_chunk=PREFILL_CHUNK, members=max(map(len, work["lengths"])), row_levels=4,
         cache_tokens=work["cache_tokens"],
