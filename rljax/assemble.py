@@ -42,7 +42,7 @@ DATA_KEYS = ("input_key", "label_key", "metadata_key", "prompt_suffix")  # that 
 CACHE_SHARE = 0.25  # of a device's memory, for the sampler's cache
 USUAL_SHARE = 4  # a response's usual length is the longest one's by this number: so many slots share the cache
 PAGE, CPU_PAGE = 128, 64  # positions; accelerators read whole registers of 128
-KERNELS = {"tpu": "tpu", "gpu": "gpu"}  # backend -> of attention over pages
+KERNELS = ("tpu", "gpu")  # backends with one of attention over pages
 MOST_MEMBERS = 16  # of a stored prompt; a larger group stores it again
 CHUNK, CPU_CHUNK = 4096, 256  # tokens of a prefill program
 CPU_PARTS, CPU_ROW_LEVELS = 3, 3  # see EngineConfig
@@ -304,8 +304,9 @@ def engine_config(config: ConfigDict, cfg: ModelConfig, tok: tokenizer.Tokenizer
 def _programs(cfg: ModelConfig, dtype: Any, cache_len: int) -> dict[str, Any]:
     """How decoding is compiled on this backend. A CPU's time goes with the rows of a program, and in float32 it mostly
     gives each row the same bits in any of them; others gain little."""
-    if jax.default_backend() != "cpu":
-        return {"kernel": KERNELS[jax.default_backend()], "page_len": PAGE}
+    backend = jax.default_backend()
+    if backend != "cpu":
+        return {"kernel": backend if backend in KERNELS else "xla", "page_len": PAGE}
     ladder = dtype == jnp.float32 and not cfg.num_experts and jax.process_count() == 1
     return {"parts": CPU_PARTS if cache_len > SHORT_CACHE else 1, "row_levels": CPU_ROW_LEVELS if ladder else 1,
             "page_len": CPU_PAGE}

@@ -121,6 +121,30 @@ def test_a_long_prompt_delays_the_others_by_one_chunk():
     same(long, draw([request(1, 25, 4, temperature=0.0)], scheduler=Scheduler(tight()))[0])
 
 
+def test_a_long_prompt_aborted_between_its_parts_starts_again():
+    scheduler, long = Scheduler(tight()), request(1, 25, 4)
+    scheduler.submit([request(0, 4, 12, min_new_tokens=12)])
+    scheduler.step(tiny.weights())
+    scheduler.submit([long])
+    scheduler.step(tiny.weights())
+    assert scheduler._long
+    scheduler.submit(scheduler.abort())
+    for _ in range(40):
+        scheduler.step(tiny.weights())
+    assert scheduler.busy == 0
+    same(long, draw([request(1, 25, 4)], scheduler=Scheduler(tight()))[0])
+
+
+@pytest.mark.parametrize("change", [{"page_len": 4, "new_tokens": 4}, {"cache_tokens": 10 * 8, "row_levels": 2}])
+def test_warm_up_of_a_small_cache(change):
+    """One page a slot, or fewer pages than a probe of fewer rows takes."""
+    usual = {"slots": 16, "row_levels": 2, "prompt_buckets": (32,), "parts": 1}
+    shape = dataclasses.replace(tiny.SHAPE, **usual | change)
+    engine = Engine(tiny.CONFIG, shape, tiny.one_device())
+    engine.warmup(tiny.weights())
+    assert engine.row_counts[-1] == 16
+
+
 def test_the_cache_is_given_back():
     scheduler = Scheduler(tiny.engine())
     scheduler.submit([request(0, 5, 4)])

@@ -6,8 +6,8 @@ once, where it lies, and the partial results, a hundredth of its size, are gathe
 positions. So where a page lies, and who lies beside it, changes no bit.
 
 While a dispatch decodes, pools are only read: the keys and values of its steps are staged in [S, ..., T] arrays, and
-written to pages at its end, T at a time. A pool is a list of chunks; a program reads the first ones, up to the
-highest page in use.
+written to pages at its end, T at a time. A pool is a list of chunks; those of which nobody reads a page are passed
+over.
 """
 
 from __future__ import annotations

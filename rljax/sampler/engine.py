@@ -32,7 +32,6 @@ from rljax.types import Params
 __all__ = ["Engine", "EngineConfig"]
 
 
-
 class Engine:
     """The compiled programs of one model on one mesh. Holds no weights; the cache is passed in and donated.
 
@@ -208,14 +207,14 @@ class Engine:
                     self.insert(chunks, prefix, [[page]])
         finally:
             self._warming = False
-        if len(ladder) > 1:
+        if len(ladder) > 1 and self.pages[0] >= 2 * ladder[0]:  # pages for two dispatches
             bits = {rows: self._probe(params, rows, ladder[0]) for rows in ladder}
             self.row_counts = [rows for rows in ladder if np.array_equal(bits[rows], bits[c.slots])]
         return self.programs
 
     def _probe(self, params: Params, rows: int, busy: int) -> np.ndarray:
-        """Log-probs of two dispatches of `busy` slots, by the program of `rows` slots: the second reads what the first
-        wrote."""
+        """Log-probs of two dispatches of `busy` slots, by the program of `rows` slots: the second, if a slot's pages
+        hold it, reads what the first wrote."""
         steps, chunks, tables, found = self.config.steps_per_dispatch, self.chunks(), self.tables(), []
         nothing = tables.store(())
         slots, draw = Slots.idle(rows), np.random.default_rng(0)
@@ -224,11 +223,11 @@ class Engine:
             tables.join(slot, nothing)
         slots.remaining[:busy], slots.uids[:busy] = steps, np.arange(busy)
         slots.knobs.temperature[:], slots.knobs.top_p[:] = 1.0, 1.0
-        for start in (0, steps):
+        for start in range(0, min(2 * steps, self.config.columns[0] * self.config.page), steps):
             slots.tokens[:busy] = draw.integers(0, self.config.vocab_known, busy)
             slots.positions[:busy] = tables.own_len[:busy] = start
-            if not all(tables.grow(slot) for slot in range(busy)):
-                break
+            for slot in range(busy):
+                tables.grow(slot)
             forced = np.full((rows, steps), -1, np.int32)
             forced[:busy] = draw.integers(0, self.config.vocab_known, (busy, steps))
             drawn = self.generate(params, chunks, slots, tables.of(range(busy), rows), forced)

@@ -138,7 +138,8 @@ class JetStreamEngine(engine_api.Engine):
         state.taken[slot] = True
         with self._lock:
             self.engine.insert(state.chunks, prefix.cache, [prompt.pages])
-        room = self.engine.config.cache_len - len(prefix.context)
+        c = self.engine.config
+        room = min(c.cache_len - len(prefix.context), c.new_tokens or c.cache_len)
         draws = dataclasses.replace(self.draws, max_new_tokens=min(room, self.draws.max_new_tokens))
         requests.fill(state.slots, slot, Request(prefix.uid, list(prefix.context), draws))
         return state

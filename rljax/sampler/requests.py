@@ -47,7 +47,7 @@ def check(request: Request, engine: EngineConfig, vocab: int) -> None:
     if len(request.logprobs) > len(request.tokens) or len(request.tokens) > p.max_new_tokens:
         raise ValueError(f"request {uid}: {len(request.logprobs)} log-probs for {len(request.tokens)} tokens, and "
                          f"max_new_tokens {p.max_new_tokens}; each is at most the next")
-    if p.max_new_tokens > (engine.new_tokens or engine.cache_len):
+    if 0 < engine.new_tokens < p.max_new_tokens:
         raise ValueError(f"request {uid}: {p.max_new_tokens} new tokens; the engine is made for {engine.new_tokens}")
     if len(request.context) + p.max_new_tokens > engine.cache_len:
         raise ValueError(f"request {uid}: {len(request.context)} context + {p.max_new_tokens} new tokens exceed the "

@@ -107,6 +107,7 @@ class Scheduler:
             request.end_reason = "abort"
         if wanted is None:
             self._long = None
+            self.tables.drop()  # also the prompt of which a part was prefilled: nobody would complete it
         return taken + waiting
 
     def release(self) -> None:
