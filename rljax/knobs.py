@@ -60,7 +60,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "cache_tokens": 0,  # positions of the key-value cache, of all slots together; 0 = auto. Where it runs out, the
         # youngest responses give way: they keep their tokens, and go on later
         "prefill_chunk": 0,  # tokens of one prefill program: short prompts go together, a long one in parts;
-        # 0 = auto: 4096, on a CPU 256
+        # 0 = auto: 4096, on a CPU 512
         "prompt_buckets": (64, 128, 256, 512, 1024, 2048),  # padded prompt lengths, tokens
         "length_buckets": (256, 512, 1024, 2048, 4096, 8192),  # cache lengths: prompt and response, tokens
         "steps_per_dispatch": 16,  # tokens per slot between two looks of the host

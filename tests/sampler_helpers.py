@@ -90,10 +90,10 @@ class Scripted:
         self.config = EngineConfig(slots=slots, cache_len=4096, prompt_buckets=(1024,), prefill_rows=slots,
                                    steps_per_dispatch=4, stop_ids=stop_ids, vocab_known=10**6)
         self.cfg = types.SimpleNamespace(vocab_size=10**6)
-        self.scripts, self.row_counts = scripts, [slots]
+        self.scripts, self.row_counts, self.pages = scripts, [slots], self.config.pages(1)
 
     def tables(self):
-        return PageTables(self.config.slots, *self.config.pages(1), self.config.columns, 1, self.config.page)
+        return PageTables(self.config.slots, *self.pages, self.config.columns, 1, self.config.page)
 
     def chunks(self):
         return []

@@ -19,6 +19,7 @@ from rljax.sampler import cache, decode
 from rljax.sampler.decode import Slots
 from rljax.sampler.engine import Engine
 from rljax.sampler.scheduler import Request, Scheduler
+from rljax.sampler.weights import product
 
 TRITON = "__gpu$xla.gpu.triton"
 TIGHT = dataclasses.replace(tiny.SHAPE, slots=6, cache_tokens=14 * 8, prefill_chunk=8, parts=1)
@@ -261,7 +262,7 @@ def test_decoding_with_kernels_lowers_for_accelerators(platform, kernel):
     tables = engine.tables().of([], 8)
     args = abstract((Slots.idle(8), tables, np.zeros((8, shape.steps_per_dispatch), np.int32)))
     with jax.set_mesh(mesh):
-        made = export.export(jax.jit(functools.partial(decode.generate, tiny.CONFIG, shape)), platforms=[platform],
-                             disabled_checks=[export.DisabledSafetyCheck.custom_call(TRITON)])(
-            weights, chunks, *args)
+        program = jax.jit(functools.partial(decode.generate, tiny.CONFIG, shape, product))
+        made = export.export(program, platforms=[platform],
+                             disabled_checks=[export.DisabledSafetyCheck.custom_call(TRITON)])(weights, chunks, *args)
     assert ("tpu_custom_call" if platform == "tpu" else TRITON) in made.mlir_module()

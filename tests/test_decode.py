@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import pathlib
 
 import jax
 import numpy as np
@@ -35,6 +37,10 @@ def loaded():
     return cfg, params, engine, weights
 
 
+def until_stop(tokens):
+    return tokens[: tokens.index(2) + 1] if 2 in tokens else tokens
+
+
 def prompts():
     return [golden["prompt_ids"] for golden in smollm2_goldens()["greedy"]]
 
@@ -45,6 +51,16 @@ def test_greedy_equals_the_golden_tokens():
     greedy = SamplingParams(24, temperature=0.0)
     requests = draw([Request(i, ids, greedy) for i, ids in enumerate(prompts())], weights, Scheduler(engine))
     assert [r.tokens for r in requests] == [golden["ids"] for golden in goldens]
+
+
+def test_greedy_equals_transformers_on_fifty_prompts():
+    """Made by tests/benchmarks/greedy.py: the two best logits of every step are apart."""
+    _, _, engine, weights = loaded()
+    rows = json.loads((pathlib.Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())
+    greedy = [Request(i, row["prompt"], SamplingParams(32, temperature=0.0)) for i, row in enumerate(rows)]
+    draw(greedy, weights, Scheduler(engine))
+    assert len(rows) == 50
+    assert [r.tokens for r in greedy] == [until_stop(row["greedy"]) for row in rows]
 
 
 def test_programs_of_fewer_rows_give_the_same_bits():

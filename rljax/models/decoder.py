@@ -19,6 +19,7 @@ from rljax.models.config import ModelConfig
 
 Params = dict[str, Any]
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
 ROWS = ("batch", None, None)  # logical axes of activations [R, T, D]
@@ -172,17 +173,19 @@ def layer_tables(cfg: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(cfg.windows, np.int32), np.asarray(ids, np.int32)
 
 
-def layer(cfg: ModelConfig, kind: LayerKind, params: Params, x: jax.Array, attend: Attend) -> jax.Array:
+def layer(cfg: ModelConfig, kind: LayerKind, params: Params, x: jax.Array, attend: Attend,
+          product: Product = jnp.matmul) -> jax.Array:
     """One decoder layer over x [..., D], with one layer's leaves.
 
     attend(q [..., H, h], k [..., K, h], v [..., K, h], window) -> [..., H, h] belongs to the caller: it holds the
     cache and masks, and applies `attention_scale` and `attention_softcap`. q and k have had norms and RoPE.
+    product(x [N, in], matrix) -> [N, out] is for a caller whose matrices are not [in, out].
     """
     h = rms_norm(cfg, x, params["attn_norm"]) if "attn_norm" in params else x
-    h = _attention(cfg, kind, params, h, attend)
+    h = _attention(cfg, kind, params, h, attend, product)
     x = x + (rms_norm(cfg, h, params["attn_post_norm"]) if "attn_post_norm" in params else h)
     h = rms_norm(cfg, x, params["mlp_norm"]) if "mlp_norm" in params else x
-    h = _mlp(cfg, params, h)
+    h = _mlp(cfg, params, h, product)
     return x + (rms_norm(cfg, h, params["mlp_post_norm"]) if "mlp_post_norm" in params else h)
 
 
@@ -191,18 +194,19 @@ def scale_name(matrix: str) -> str:
     return matrix.removesuffix("_proj") + "_scale"
 
 
-def _linear(x: jax.Array, params: Params, name: str) -> jax.Array:
+def _linear(x: jax.Array, params: Params, name: str, product: Product) -> jax.Array:
     """x @ w, plus the bias if there is one, in x's dtype."""
     # Over one flat dimension of tokens: on a CPU the gradient of w takes half the time.
-    y = x.reshape(-1, x.shape[-1]) @ params[f"{name}_proj"].astype(x.dtype)
+    y = product(x.reshape(-1, x.shape[-1]), params[f"{name}_proj"].astype(x.dtype))
     if f"{name}_scale" in params:
         y = y * params[f"{name}_scale"].astype(y.dtype)
     y = y.reshape(*x.shape[:-1], -1)
     return y + params[f"{name}_bias"].astype(x.dtype) if f"{name}_bias" in params else y
 
 
-def _attention(cfg: ModelConfig, kind: LayerKind, params: Params, x: jax.Array, attend: Attend) -> jax.Array:
-    q, k, v = _linear(x, params, "q"), _linear(x, params, "k"), _linear(x, params, "v")
+def _attention(cfg: ModelConfig, kind: LayerKind, params: Params, x: jax.Array, attend: Attend, product: Product
+               ) -> jax.Array:
+    q, k, v = (_linear(x, params, name, product) for name in "qkv")
     if cfg.qk_norm == "full":
         q, k = rms_norm(cfg, q, params["q_norm"]), rms_norm(cfg, k, params["k_norm"])
     q = q.reshape(*x.shape[:-1], cfg.num_heads, cfg.head_dim)
@@ -212,14 +216,15 @@ def _attention(cfg: ModelConfig, kind: LayerKind, params: Params, x: jax.Array, 
         q, k = rms_norm(cfg, q, params["q_norm"]), rms_norm(cfg, k, params["k_norm"])
     q, k = apply_rope(q, kind.cos, kind.sin), apply_rope(k, kind.cos, kind.sin)
     out = attend(q, k, v, kind.window)
-    return _linear(out.reshape(*x.shape[:-1], cfg.num_heads * cfg.head_dim), params, "o")
+    return _linear(out.reshape(*x.shape[:-1], cfg.num_heads * cfg.head_dim), params, "o", product)
 
 
-def _mlp(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
+def _mlp(cfg: ModelConfig, params: Params, x: jax.Array, product: Product) -> jax.Array:
     activation = ACTIVATIONS[cfg.activation]
     if cfg.num_experts:
         return moe.mlp(params, x, activation, cfg.experts_per_token, cfg.norm_topk_prob)
-    return _linear(activation(_linear(x, params, "gate")) * _linear(x, params, "up"), params, "down")
+    gate, up = (_linear(x, params, name, product) for name in ("gate", "up"))
+    return _linear(activation(gate) * up, params, "down", product)
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
@@ -280,8 +285,14 @@ def forward(
     return final_norm(cfg, {"final_norm": params["final_norm"].astype(dtype)}, x)
 
 
-def logits(cfg: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """[..., V] float32 from hidden [..., D]: the product in hidden's dtype, summed in float32, then the soft cap."""
+def _head_product(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
+
+
+def logits(cfg: ModelConfig, params: Params, hidden: jax.Array, product: Product = _head_product) -> jax.Array:
+    """[..., V] float32 from hidden [..., D]: the product in hidden's dtype, summed in float32, then the soft cap.
+
+    product(hidden, weight [V, D]) -> [..., V] float32 is for a caller that knows a faster one.
+    """
     weight = head_weight(cfg, params).astype(hidden.dtype)
-    out = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
-    return ops.softcap(out, cfg.logits_softcap)
+    return ops.softcap(product(hidden, weight), cfg.logits_softcap)

@@ -18,9 +18,9 @@ import numpy as np
 
 from rljax.models import decoder
 from rljax.models.config import ModelConfig
+from rljax.models.decoder import Product
 from rljax.sampler import cache, prefill, sampling
 from rljax.sampler.cache import Chunk, Pages, Tables
-from rljax.sampler.weights import view
 from rljax.types import Params
 
 LEAST_ROWS = 8  # of a decoding program with less than all slots: fewer rows are no faster
@@ -110,21 +110,23 @@ class EngineConfig:
             if total < own + prompt:
                 raise ValueError(f"sampler.cache_tokens {self.cache_tokens} holds {total} pages of {self.page} tokens, "
                                  f"but one sample of {self.cache_len} tokens may need {own + prompt}")
-            most_prompt = min(most_prompt, max(prompt, total // 3))
+            most_prompt = min(most_prompt, max(prompt, total // 3, total - most_own))
             most_own = min(most_own, total - most_prompt)
         unit = shards << (self.parts - 1)
         return -(-most_own // unit) * unit, -(-most_prompt // unit) * unit
 
 
-def decode_step(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array, positions: jax.Array,
-                attend: Callable) -> jax.Array:
-    """Feed each slot's token: logits [S, V] float32 of the next. attend(layer, q, k, v, window), as `decoder`'s."""
+def decode_step(cfg: ModelConfig, dtype: Any, product: Product, params: Params, tokens: jax.Array,
+                positions: jax.Array, attend: Callable) -> jax.Array:
+    """Feed each slot's token: logits [S, V] float32 of the next. attend(layer, q, k, v, window), as `decoder`'s;
+    product(x, matrix, dtype), as those of `weights`."""
     cos, sin = decoder.rope_tables(cfg, positions)
     x = decoder.embed(cfg, params, tokens, dtype)
     for index, (weights, (window, table)) in enumerate(zip(params["layers"], prefill.per_layer(cfg), strict=True)):
         kind = decoder.LayerKind(window, cos[table], sin[table])
-        x = decoder.layer(cfg, kind, view(weights), x, functools.partial(attend, index))
-    return decoder.logits(cfg, params, decoder.final_norm(cfg, params, x))
+        x = decoder.layer(cfg, kind, weights, x, functools.partial(attend, index), product)
+    head = functools.partial(product, dtype=jnp.float32)
+    return decoder.logits(cfg, params, decoder.final_norm(cfg, params, x), head)
 
 
 def _attention(cfg: ModelConfig, kernel: str, chunks: Sequence[Chunk], own: cache.Reads, prompt: cache.Reads,
@@ -161,8 +163,8 @@ def _who_reads(engine: EngineConfig, chunks: Sequence[Chunk], tables: Tables):
     return own, prompt, staged
 
 
-def generate(cfg: ModelConfig, engine: EngineConfig, params: Params, chunks: tuple[Chunk, ...], slots: Slots,
-             tables: Tables, forced: jax.Array) -> tuple[Drawn, tuple[Chunk, ...]]:
+def generate(cfg: ModelConfig, engine: EngineConfig, product: Product, params: Params, chunks: tuple[Chunk, ...],
+             slots: Slots, tables: Tables, forced: jax.Array) -> tuple[Drawn, tuple[Chunk, ...]]:
     """Up to T tokens for every busy slot, stopping early when none is left, and the chunks with what was fed.
 
     forced [S, T] int32: tokens to take in place of a draw, which no stop id ends; -1 = draw.
@@ -184,7 +186,7 @@ def generate(cfg: ModelConfig, engine: EngineConfig, params: Params, chunks: tup
             return attention(step, positions, keys[index], values[index], index, q, window)
 
         keys, values = list(keys), list(values)
-        logits = decode_step(cfg, engine.dtype, params, tokens, positions, attend)
+        logits = decode_step(cfg, engine.dtype, product, params, tokens, positions, attend)
         uniform = jax.vmap(jax.random.uniform)(jax.vmap(jax.random.fold_in)(seeds, positions + 1))
         barred = step < slots.hold
         given = forced[:, step]

@@ -9,6 +9,7 @@ values from prefill would differ in the last bit, since products of other shapes
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import math
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from rljax.sampler.cache import PAGE_AXES, RULES, Chunk, Pages, Tables
 from rljax.sampler.decode import Drawn, EngineConfig, Slots
 from rljax.sampler.pages import PageTables
 from rljax.sampler.prefill import Prefix
-from rljax.sampler.weights import Converter
+from rljax.sampler.weights import Converter, left_is_same, left_product, product
 from rljax.types import Params
 
 __all__ = ["Engine", "EngineConfig"]
@@ -52,6 +53,7 @@ class Engine:
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._warming = False
         self.row_counts = [engine.slots]  # of the decoding programs in use, ascending
+        self._left = dict[int, bool]()  # by rows: see `_product`
 
     # --- the cache ---------------------------------------------------------------------------------------------------
 
@@ -100,7 +102,8 @@ class Engine:
     def prefill(self, params: Params, prompts: Sequence[Sequence[int]], bucket: int) -> Prefix:
         """Keys and values of up to `rows(bucket)` prompts (without the token that decoding feeds first)."""
         batch = _padded(prompts, self.rows(bucket), bucket)
-        made = functools.partial(prefill.prefill, self.cfg, self.config.dtype, self.config.page)
+        multiply = self._product(params, self.rows(bucket) * bucket)
+        made = functools.partial(prefill.prefill, self.cfg, self.config.dtype, self.config.page, multiply)
         how = {"out_shardings": _prefix_sharding(self.cfg, self.mesh, self.slot.spec[0])}
         return self._run("prefill", (bucket,), made, how, params, *sharding.to_devices(batch, self.slot))
 
@@ -123,7 +126,7 @@ class Engine:
         tokens, _ = _padded([prompt[start : start + size]], 1, size)
         tokens, start = sharding.to_devices((tokens, np.int32(start)), sharding.replicated(self.mesh))
         how = {"donate_argnums": 1, "out_shardings": _prefix_sharding(self.cfg, self.mesh, None)}
-        made = functools.partial(prefill.extend, self.cfg, self.config.dtype)
+        made = functools.partial(prefill.extend, self.cfg, self.config.dtype, self._product(params, size))
         return self._run("extend", (), made, how, params, prefix, tokens, start)
 
     def insert(self, chunks: list[Chunk], prefix: Prefix, pages: Sequence[Sequence[int]]) -> None:
@@ -148,7 +151,8 @@ class Engine:
         """Log-prob of each token of `prompt` after those before it, at temperature 1, in nats; 0 for the first."""
         bucket = self.bucket(len(prompt))
         batch = sharding.to_devices(_padded([prompt], self.shards, bucket), self.slot)
-        made = functools.partial(prefill.prompt_logprobs, self.cfg, self.config.dtype)
+        multiply = self._product(params, self.shards * bucket)
+        made = functools.partial(prefill.prompt_logprobs, self.cfg, self.config.dtype, multiply)
         found = self._run("logprobs", (bucket,), made, {}, params, *batch)
         return np.asarray(found)[0, : len(prompt)].tolist()
 
@@ -159,10 +163,20 @@ class Engine:
         [rows, T] int32 (-1 = draw). `chunks` is changed in place."""
         how = {"donate_argnums": 1,
                "out_shardings": (Drawn(*[self.slot] * 5), (Chunk(self._layers, self._layers),) * len(chunks))}
-        made = functools.partial(decode.generate, self.cfg, self.config)
+        made = functools.partial(decode.generate, self.cfg, self.config, self._product(params, len(forced)))
         host = sharding.to_devices((slots, tables, forced), self.slot)
         drawn, chunks[:] = self._run("generate", (len(forced),), made, how, params, tuple(chunks), *host)
         return drawn
+
+    def _product(self, params: Params, rows: int) -> Any:
+        """How a program multiplies `rows` rows: on a CPU with the matrix on the left, unless programs of several row
+        counts are to give the same bits and that would change them."""
+        c = self.config
+        if self.mesh.devices.flat[0].platform != "cpu" or c.dtype != jnp.float32:
+            return product
+        if rows not in self._left:
+            self._left[rows] = len(c.rows(self.shards)) == 1 or left_is_same(params, rows)
+        return left_product if self._left[rows] else product
 
     # --- programs ----------------------------------------------------------------------------------------------------
 
@@ -191,26 +205,32 @@ class Engine:
         A decoding program for less than all slots is used from then on if it was seen to give the same bits.
         """
         c = self.config
+        ladder = c.rows(self.shards)
         self._warming = True
         try:
-            chunks = self.chunks()
-            ladder = c.rows(self.shards)
-            for rows in ladder:
-                forced = np.full((rows, c.steps_per_dispatch), -1, np.int32)
-                self.generate(params, chunks, Slots.idle(rows), self.tables().of([], rows), forced)
-            prefixes = [self.prefill(params, [[0]], bucket) for bucket in c.prompt_buckets if self.rows(bucket)]
-            if not self.rows(c.prompt_buckets[-1]):
-                prefixes.append(self.extend(params, self.long_prefix(), [0], 0))
-            for prefix in prefixes:
-                pages = np.cumsum([0, *(self.chunk_pages(index)[1] for index in range(c.parts - 1))])
-                for page in pages.tolist():
-                    self.insert(chunks, prefix, [[page]])
+            self._compile(params, ladder)
         finally:
             self._warming = False
+        _return_freed_memory()
         if len(ladder) > 1 and self.pages[0] >= 2 * ladder[0]:  # pages for two dispatches
             bits = {rows: self._probe(params, rows, ladder[0]) for rows in ladder}
             self.row_counts = [rows for rows in ladder if np.array_equal(bits[rows], bits[c.slots])]
         return self.programs
+
+    def _compile(self, params: Params, ladder: Sequence[int]) -> None:
+        """Every program, in the order in which it is needed first."""
+        c = self.config
+        chunks = self.chunks()
+        for rows in ladder:
+            forced = np.full((rows, c.steps_per_dispatch), -1, np.int32)
+            self.generate(params, chunks, Slots.idle(rows), self.tables().of([], rows), forced)
+        prefixes = [self.prefill(params, [[0]], bucket) for bucket in c.prompt_buckets if self.rows(bucket)]
+        if not self.rows(c.prompt_buckets[-1]):
+            prefixes.append(self.extend(params, self.long_prefix(), [0], 0))
+        for prefix in prefixes:
+            pages = np.cumsum([0, *(self.chunk_pages(index)[1] for index in range(c.parts - 1))])
+            for page in pages.tolist():
+                self.insert(chunks, prefix, [[page]])
 
     def _probe(self, params: Params, rows: int, busy: int) -> np.ndarray:
         """Log-probs of two dispatches of `busy` slots, by the program of `rows` slots: the second, if a slot's pages
@@ -233,6 +253,13 @@ class Engine:
             drawn = self.generate(params, chunks, slots, tables.of(range(busy), rows), forced)
             found.append(np.asarray(drawn.logprobs)[:busy])
         return np.stack(found)
+
+
+def _return_freed_memory() -> None:
+    """What compiling took goes back to the system: glibc would keep it, 0.8 GB for a model of 30 layers."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _padded(prompts: Sequence[Sequence[int]], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:

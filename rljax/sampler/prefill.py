@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from rljax import ops
 from rljax.models import decoder
 from rljax.models.config import ModelConfig
-from rljax.sampler.weights import view
+from rljax.models.decoder import Product
 from rljax.types import Params
 
 Prefix = tuple[list[jax.Array], list[jax.Array]]  # per layer keys [rows, K, h, L] and values [rows, K, L, h]
@@ -23,11 +23,11 @@ def per_layer(cfg: ModelConfig) -> list[tuple[int, int]]:
     return [(int(window), int(table)) for window, table in zip(windows, tables)]
 
 
-def run(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array, lengths: jax.Array
+def run(cfg: ModelConfig, dtype: Any, product: Product, params: Params, tokens: jax.Array, lengths: jax.Array
         ) -> tuple[jax.Array, Prefix]:
     """Hidden states [rows, bucket, D] before the final norm, and the keys and values, of whole prompts.
 
-    tokens [rows, bucket] int32, lengths [rows].
+    tokens [rows, bucket] int32, lengths [rows]; product: see `decoder.layer`.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
@@ -41,19 +41,21 @@ def run(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array, lengths
         return ops.attention(q, k, v, segments, window, scale=cfg.attention_scale, softcap=cfg.attention_softcap)
 
     for weights, (window, table) in zip(params["layers"], per_layer(cfg), strict=True):
-        x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), view(weights), x, attend)
+        x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), weights, x, attend, product)
     return x, (keys, values)
 
 
-def prefill(cfg: ModelConfig, dtype: Any, size: int, params: Params, tokens: jax.Array, lengths: jax.Array) -> Prefix:
+def prefill(cfg: ModelConfig, dtype: Any, size: int, product: Product, params: Params, tokens: jax.Array,
+            lengths: jax.Array) -> Prefix:
     """Keys and values of whole prompts, padded to pages of `size` positions."""
-    _, (keys, values) = run(cfg, dtype, params, tokens, lengths)
+    _, (keys, values) = run(cfg, dtype, product, params, tokens, lengths)
     more = -tokens.shape[1] % size
     return ([jnp.pad(k, ((0, 0), (0, 0), (0, 0), (0, more))) for k in keys],
             [jnp.pad(v, ((0, 0), (0, 0), (0, more), (0, 0))) for v in values])
 
 
-def extend(cfg: ModelConfig, dtype: Any, params: Params, prefix: Prefix, tokens: jax.Array, start: jax.Array) -> Prefix:
+def extend(cfg: ModelConfig, dtype: Any, product: Product, params: Params, prefix: Prefix, tokens: jax.Array,
+           start: jax.Array) -> Prefix:
     """The next chunk of one long prompt: tokens [1, chunk], at positions from `start` on; prefix [1, K, h, L] and
     [1, K, L, h] is filled up to there, and L holds the chunk. What is beyond the prompt's end is padding that nobody
     reads."""
@@ -69,7 +71,7 @@ def extend(cfg: ModelConfig, dtype: Any, params: Params, prefix: Prefix, tokens:
         return _attend_chunk(cfg, q, keys[-1], values[-1], start, window)
 
     for weights, (window, table) in zip(params["layers"], per_layer(cfg), strict=True):
-        x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), view(weights), x, attend)
+        x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), weights, x, attend, product)
     return keys, values
 
 
@@ -94,10 +96,11 @@ def _attend_chunk(cfg: ModelConfig, q: jax.Array, keys: jax.Array, values: jax.A
     return out.reshape(1, -1, heads, width)[:, :chunk]
 
 
-def prompt_logprobs(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+def prompt_logprobs(cfg: ModelConfig, dtype: Any, product: Product, params: Params, tokens: jax.Array,
+                    lengths: jax.Array) -> jax.Array:
     """Log-prob of each prompt token after those before it, at temperature 1: [rows, bucket] float32, nats; the first
     and padding have 0."""
-    hidden, _ = run(cfg, dtype, params, tokens, lengths)
+    hidden, _ = run(cfg, dtype, product, params, tokens, lengths)
     hidden = decoder.final_norm(cfg, params, hidden)
     position = jnp.arange(tokens.shape[1])[None, :]
     shifted = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))

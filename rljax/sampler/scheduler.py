@@ -166,7 +166,8 @@ class Scheduler:
     def _place(self, request: Request) -> bool:
         prompt = self.tables.find(request.prompt)
         # Some pages are left for those that decode, or the new one would soon have to give its page back.
-        reserve = sum(slot is not None for slot in self.slots) // RESERVE
+        scarce = self.engine.pages[0] < len(self.slots) * self.engine.config.columns[0]
+        reserve = sum(slot is not None for slot in self.slots) // RESERVE * scarce
         if prompt is None or not prompt.ready or len(self.tables.own_pool) <= reserve:
             return False
         index, shared = self.slots.index(None), prompt.readers > 0

@@ -6,6 +6,8 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from rljax import sharding
@@ -13,6 +15,8 @@ from rljax.models import decoder
 from rljax.models.config import ModelConfig
 from rljax.sampler.cache import quantize
 from rljax.types import Params
+
+MOST_COLUMNS = 4096  # of the head, that `left_is_same` looks at
 
 
 def convert(cfg: ModelConfig, params: Params, dtype: Any, int8: bool = False) -> Params:
@@ -26,9 +30,27 @@ def convert(cfg: ModelConfig, params: Params, dtype: Any, int8: bool = False) ->
     return {**cast, "layers": [_converted(layer, dtype, int8) for layer in layers]}
 
 
-def view(layer: Params) -> Params:
-    """One layer of the copy as `decoder.layer` takes it: matrices [in, out] again. Inside `jit` it moves nothing."""
-    return {name: x.T if _is_matrix(name, x) else x for name, x in layer.items()}
+def product(x: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Array:
+    """x [N, in] times a matrix [out, in] of the copy: [N, out] in `dtype` (None = x's)."""
+    return jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def left_product(x: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Array:
+    """`product` with the matrix on the left. There a CPU reads it as it lies; on the right it is packed first, which
+    takes longer than to multiply it with few rows. The barriers keep XLA from turning it round again."""
+    turned = jax.lax.optimization_barrier(x.T)
+    return jax.lax.optimization_barrier(jnp.matmul(matrix, turned, preferred_element_type=dtype)).T
+
+
+def left_is_same(params: Params, rows: int) -> bool:
+    """Whether `left_product` gives the bits of `product` for `rows` rows and matrices as large as those of `params`, a
+    copy or its shapes: where the sums of both go in the same order."""
+    draw = np.random.default_rng(0)
+    matrices = {leaf.shape for name, leaf in params["layers"][0].items() if _is_matrix(name, leaf)}
+    vocab, width = params["embed"].shape
+    same = jax.jit(lambda x, matrix: (product(x, matrix) == left_product(x, matrix)).all())
+    return all(same(*(draw.standard_normal((count, inner), np.float32) for count in (rows, out)))
+               for out, inner in sorted(matrices | {(min(vocab, MOST_COLUMNS), width)}))
 
 
 def _is_matrix(name: str, leaf: Any) -> bool:

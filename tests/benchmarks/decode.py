@@ -13,7 +13,7 @@ contestant has a process and an environment of its own and all cores, is warmed 
 turns. `peer_*.py` say how each is driven. "First token" is the whole work with one new token a sequence (tunix's loop
 does one step more). Compilations are those that JAX reports. Before the table's numbers are worth anything the
 contestants must agree on the greedy continuation of the first prompt: it says so. Below it stands what the machine
-allows (`limit.py`). --growth is rljax alone: seconds per token with short and with long prompts in 8 slots.
+allows (`limit.py`). --growth is rljax alone: seconds per token of decoding with 8 short and with 8 long prompts.
 
     python tests/benchmarks/decode.py --work all --torch-env .venv-torch --tunix-env .venv-tunix --repeats 3
     python tests/benchmarks/decode.py --growth
@@ -33,7 +33,7 @@ import limit
 WORKERS = {"rljax": "peer_rljax", "torch": "peer_torch", "tunix": "peer_tunix", "limit": "limit"}
 SLOTS = {"a": 64, "b": 64, "c": 8}
 MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.8, 8, 256  # response lengths of work b
-GROWTH_SLOTS, GROWTH_PROMPTS, GROWTH_TARGET = 8, (64, 512), 1.3
+GROWTH_SLOTS, GROWTH_PROMPTS, GROWTH_NEW, GROWTH_TARGET = 8, (64, 512), 48, 1.3
 
 
 def make_work(options, name: str) -> dict[str, Any]:
@@ -101,17 +101,16 @@ def agreement(one: common.Contestant, other: common.Contestant) -> str:
 
 
 def growth(options) -> None:
-    """Seconds per decoded token with few and with many filled positions: what differs between 1 and `new` tokens."""
-    draw, new = random.Random(options.seed), options.new or 32
+    """Seconds per decoded token with few and with many filled positions."""
+    draw, new = random.Random(options.seed), options.new or GROWTH_NEW
     work = _work(options, draw, [n for n in GROWTH_PROMPTS for _ in range(GROWTH_SLOTS)],
-                 [[new + 1]] * 2 * GROWTH_SLOTS, GROWTH_SLOTS)
+                 [[new]] * 2 * GROWTH_SLOTS, GROWTH_SLOTS)
     rljax = common.Contestant("rljax", __file__, work, options)
     took: dict[int, list[float]] = {prompt: [] for prompt in GROWTH_PROMPTS}
     for _ in range(options.repeats):
         for index, prompt in enumerate(GROWTH_PROMPTS):
             part = {"start": index * GROWTH_SLOTS, "stop": (index + 1) * GROWTH_SLOTS}
-            first, last = (rljax.run(new=count, **part)["seconds"] for count in (1, new + 1))
-            took[prompt].append((last - first) / new / GROWTH_SLOTS)
+            took[prompt].append(rljax.run(**part)["per_token"])
     rljax.close()
     print(f"rljax, {GROWTH_SLOTS} slots, {new} new tokens each; medians of {options.repeats} turns; {common.machine()}")
     for prompt, seconds in took.items():

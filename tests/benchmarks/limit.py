@@ -1,8 +1,8 @@
 """What a machine allows: the least seconds of a decoding work, from rates that are measured on the machine itself.
 
 The rates, each the best of several tries: reading memory (a jitted sum over 256 MiB), and float32 matrix products by
-number of rows, XLA's or NumPy's (with few rows, often the faster) over weights of the model's shapes, all layers one
-after the other and so larger than the caches.
+number of rows over weights of the model's shapes, all layers one after the other and so larger than the caches: the
+best of XLA's with the weights on the right and on the left, and NumPy's.
 The bound counts every distinct prompt's products once, without attention, at the rate of 1,024 rows; then as many
 decoding steps as full slots need, each either its products or the reading of all weights, whichever takes longer; and
 the keys and values that each token reads. Everything else (drawing, attention's products, the host) it takes as free.
@@ -53,10 +53,13 @@ def worker(work: dict[str, Any]):
     block = jnp.ones(1 << 26, jnp.float32)
     bandwidth = block.nbytes / best(jax.jit(jnp.sum), block)
     layers, rates = _weights(size), {}
+    turned = [{name: np.ascontiguousarray(w.T) for name, w in layer.items()} for layer in layers]
     for rows in sorted({*work["rows"], PROMPT_ROWS}):
         x = np.ones((rows, size["hidden"]), np.float32)
-        xla = best(jax.jit(functools.partial(_products, jnp)), *jax.device_put((x, layers)))
-        rates[rows] = 2 * size["body"] * rows / min(xla, best(functools.partial(_products, np), x, layers))
+        right = best(jax.jit(functools.partial(_products, jnp, jnp.matmul)), *jax.device_put((x, layers)))
+        left = best(jax.jit(functools.partial(_products, jnp, _left)), *jax.device_put((x, turned)))
+        rates[rows] = 2 * size["body"] * rows / min(right, left, best(
+            functools.partial(_products, np, np.matmul), x, layers))
     return {"bandwidth": bandwidth, "rates": rates}, None
 
 
@@ -72,12 +75,19 @@ def _weights(size: dict[str, int]):
             for _ in range(size["layers"])]
 
 
-def _products(xp, x, layers):
+def _left(x, w):
+    """x @ w.T as (w @ x.T).T, with barriers so that XLA does not turn it round."""
+    import jax
+
+    return jax.lax.optimization_barrier(w @ jax.lax.optimization_barrier(x.T)).T
+
+
+def _products(xp, product, x, layers):
     """Every product of the layers, each needed for the next: nothing that XLA could leave out. xp: numpy, or JAX's."""
     for w in layers:
-        heads = x @ w["q"] + (x @ w["k"]).max(-1, keepdims=True) + (x @ w["v"]).max(-1, keepdims=True)
-        x = heads @ w["o"]
-        x = xp.maximum(x @ w["gate"], x @ w["up"]) @ w["down"]
+        heads = product(x, w["q"]) + sum(product(x, w[name]).max(-1, keepdims=True) for name in "kv")
+        x = product(heads, w["o"])
+        x = product(xp.maximum(product(x, w["gate"]), product(x, w["up"])), w["down"])
         x = x / (1 + abs(x).max(-1, keepdims=True))
     return x
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import common
 
-PREFILL_CHUNK = 256  # as on a CPU by default
+PREFILL_CHUNK = 512  # as on a CPU by default
 GREEDY = 16  # tokens of the continuation that all contestants must agree on
 
 
@@ -50,25 +50,38 @@ def worker(work: dict[str, Any]):
     loaded, resident = time.perf_counter() - start, common.mark_memory()
     uids = iter(range(1 << 30))
 
-    def draw(prompts: list[list[int]], lengths: list[list[int]], temperature: float = 1.0) -> list[list[int]]:
-        requests = [Request(next(uids), list(prompt), SamplingParams(max_new_tokens=length, temperature=temperature))
-                    for prompt, group in zip(prompts, lengths) for length in group]
-        complete(scheduler, weights(), requests)
-        scheduler.release()
-        return [request.tokens for request in requests]
+    def requests(prompts: list[list[int]], lengths: list[list[int]], temperature: float = 1.0) -> list[Request]:
+        return [Request(next(uids), list(prompt), SamplingParams(max_new_tokens=length, temperature=temperature))
+                for prompt, group in zip(prompts, lengths) for length in group]
 
-    def run(new: int | None = None, start: int = 0, stop: int | None = None) -> dict[str, Any]:
-        """`new` tokens of each at most, for the prompts from `start` to `stop`."""
+    def run(new: int | None = None) -> dict[str, Any]:
+        """`new` tokens of each at most."""
         before = len(compilations)
         lengths = [[min(length, new or length) for length in group] for group in work["lengths"]]
-        drawn = draw(work["prompts"][start:stop], lengths[start:stop])
-        return {"tokens": sum(map(len, drawn)), "compilations": len(compilations) - before}
+        drawn = complete(scheduler, weights(), requests(work["prompts"], lengths))
+        scheduler.release()
+        return {"tokens": sum(len(request.tokens) for request in drawn), "compilations": len(compilations) - before}
+
+    def decode(start: int, stop: int) -> dict[str, Any]:
+        """Seconds per token of the prompts from `start` to `stop`, one for each slot, after their first dispatch."""
+        params = weights()
+        drawn = requests(work["prompts"][start:stop], work["lengths"][start:stop])
+        scheduler.submit(drawn)
+        scheduler.step(params)
+        scheduler.step(params)  # waits for the prompts and the first dispatch
+        before, begun = sum(len(request.tokens) for request in drawn), time.perf_counter()
+        while scheduler.busy:
+            scheduler.step(params)
+        took, tokens = time.perf_counter() - begun, sum(len(request.tokens) for request in drawn) - before
+        scheduler.release()
+        return {"per_token": took / tokens}
 
     start = time.perf_counter()
     scheduler.engine.warmup(weights())
-    greedy = draw(work["prompts"][:1], [[min(GREEDY, max(map(max, work["lengths"])))]], temperature=0.0)[0]
+    few = [[min(GREEDY, max(map(max, work["lengths"])))]]
+    greedy = complete(scheduler, weights(), requests(work["prompts"][:1], few, temperature=0.0))[0].tokens
     run(new=work["steps"])
     report = {"load": loaded, "warm": time.perf_counter() - start, "resident": resident, "greedy": greedy,
               "compilations": len(compilations),
               "settings": f"jax {jax.__version__}, {work['slots']} slots, {work['steps']} steps per dispatch"}
-    return report, run
+    return report, lambda **how: decode(**how) if "start" in how else run(**how)
