@@ -27,7 +27,7 @@ from rljax.sampler.cache import PAGE_AXES, RULES, Chunk, Pages, Tables
 from rljax.sampler.decode import Drawn, EngineConfig, Slots
 from rljax.sampler.pages import PageTables
 from rljax.sampler.prefill import Prefix
-from rljax.sampler.weights import Converter, left_is_same, left_product, product
+from rljax.sampler.weights import Converter, left_product, left_rows, product
 from rljax.types import Params
 
 __all__ = ["Engine", "EngineConfig"]
@@ -53,7 +53,7 @@ class Engine:
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._warming = False
         self.row_counts = [engine.slots]  # of the decoding programs in use, ascending
-        self._left = dict[int, bool]()  # by rows: see `_product`
+        self._left: frozenset[int] | None = None  # see `_product`
 
     # --- the cache ---------------------------------------------------------------------------------------------------
 
@@ -102,8 +102,7 @@ class Engine:
     def prefill(self, params: Params, prompts: Sequence[Sequence[int]], bucket: int) -> Prefix:
         """Keys and values of up to `rows(bucket)` prompts (without the token that decoding feeds first)."""
         batch = _padded(prompts, self.rows(bucket), bucket)
-        multiply = self._product(params, self.rows(bucket) * bucket)
-        made = functools.partial(prefill.prefill, self.cfg, self.config.dtype, self.config.page, multiply)
+        made = functools.partial(prefill.prefill, self.cfg, self.config.dtype, self.config.page, self._product(params))
         how = {"out_shardings": _prefix_sharding(self.cfg, self.mesh, self.slot.spec[0])}
         return self._run("prefill", (bucket,), made, how, params, *sharding.to_devices(batch, self.slot))
 
@@ -126,7 +125,7 @@ class Engine:
         tokens, _ = _padded([prompt[start : start + size]], 1, size)
         tokens, start = sharding.to_devices((tokens, np.int32(start)), sharding.replicated(self.mesh))
         how = {"donate_argnums": 1, "out_shardings": _prefix_sharding(self.cfg, self.mesh, None)}
-        made = functools.partial(prefill.extend, self.cfg, self.config.dtype, self._product(params, size))
+        made = functools.partial(prefill.extend, self.cfg, self.config.dtype, self._product(params))
         return self._run("extend", (), made, how, params, prefix, tokens, start)
 
     def insert(self, chunks: list[Chunk], prefix: Prefix, pages: Sequence[Sequence[int]]) -> None:
@@ -151,8 +150,7 @@ class Engine:
         """Log-prob of each token of `prompt` after those before it, at temperature 1, in nats; 0 for the first."""
         bucket = self.bucket(len(prompt))
         batch = sharding.to_devices(_padded([prompt], self.shards, bucket), self.slot)
-        multiply = self._product(params, self.shards * bucket)
-        made = functools.partial(prefill.prompt_logprobs, self.cfg, self.config.dtype, multiply)
+        made = functools.partial(prefill.prompt_logprobs, self.cfg, self.config.dtype, self._product(params))
         found = self._run("logprobs", (bucket,), made, {}, params, *batch)
         return np.asarray(found)[0, : len(prompt)].tolist()
 
@@ -168,15 +166,15 @@ class Engine:
         drawn, chunks[:] = self._run("generate", (len(forced),), made, how, params, tuple(chunks), *host)
         return drawn
 
-    def _product(self, params: Params, rows: int) -> Any:
-        """How a program multiplies `rows` rows: on a CPU with the matrix on the left, unless programs of several row
-        counts are to give the same bits and that would change them."""
-        c = self.config
-        if self.mesh.devices.flat[0].platform != "cpu" or c.dtype != jnp.float32:
+    def _product(self, params: Params, rows: int = 0) -> Any:
+        """How a program multiplies with matrices: on a CPU with them on the left, but a decoding program, of so many
+        `rows`, only if it keeps the same bits as the others."""
+        if self.mesh.devices.flat[0].platform != "cpu" or self.config.dtype != jnp.float32:
             return product
-        if rows not in self._left:
-            self._left[rows] = len(c.rows(self.shards)) == 1 or left_is_same(params, rows)
-        return left_product if self._left[rows] else product
+        if rows and self._left is None:
+            ladder = self.config.rows(self.shards)
+            self._left = frozenset(ladder) if len(ladder) == 1 else left_rows(params, ladder)
+        return product if rows and rows not in self._left else left_product
 
     # --- programs ----------------------------------------------------------------------------------------------------
 

@@ -179,9 +179,10 @@ class Scheduler:
         return True
 
     def _prefill(self, params: Params) -> bool:
-        """Store the prompts that wait longest, as many as one program takes; False where none can be stored."""
+        """Store the prompts that wait longest, as many as one program takes, also some that come soon; False where none
+        can be stored."""
         batch, first = list[Prompt](), 0
-        for request in itertools.islice(self.queue, self.slots.count(None)):
+        for request in itertools.islice(self.queue, len(self.slots)):
             bucket = self.engine.bucket(len(request.context))
             rows = max(1, self.engine.rows(bucket))
             if self.tables.find(request.prompt) or (batch and (bucket != first or len(batch) == rows)):

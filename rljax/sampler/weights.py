@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from rljax.models.config import ModelConfig
 from rljax.sampler.cache import quantize
 from rljax.types import Params
 
-MOST_COLUMNS = 4096  # of the head, that `left_is_same` looks at
+MOST_COLUMNS = 4096  # of the head, that `left_rows` looks at
 
 
 def convert(cfg: ModelConfig, params: Params, dtype: Any, int8: bool = False) -> Params:
@@ -42,15 +43,22 @@ def left_product(x: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Arra
     return jax.lax.optimization_barrier(jnp.matmul(matrix, turned, preferred_element_type=dtype)).T
 
 
-def left_is_same(params: Params, rows: int) -> bool:
-    """Whether `left_product` gives the bits of `product` for `rows` rows and matrices as large as those of `params`, a
-    copy or its shapes: where the sums of both go in the same order."""
-    draw = np.random.default_rng(0)
-    matrices = {leaf.shape for name, leaf in params["layers"][0].items() if _is_matrix(name, leaf)}
+def left_rows(params: Params, counts: Sequence[int]) -> frozenset[int]:
+    """Of programs for so many rows each, those that may take `left_product` with every row the same in all of them:
+    all, if its bits do not depend on the number of rows; else those where it gives the bits of `product`.
+
+    `params`: a copy, or its shapes.
+    """
+    draw, right, left = np.random.default_rng(0), jax.jit(product), jax.jit(left_product)
+    shapes = {leaf.shape for name, leaf in params["layers"][0].items() if _is_matrix(name, leaf)}
     vocab, width = params["embed"].shape
-    same = jax.jit(lambda x, matrix: (product(x, matrix) == left_product(x, matrix)).all())
-    return all(same(*(draw.standard_normal((count, inner), np.float32) for count in (rows, out)))
-               for out, inner in sorted(matrices | {(min(vocab, MOST_COLUMNS), width)}))
+    alike, independent = set(counts), True
+    for out, inner in sorted(shapes | {(min(vocab, MOST_COLUMNS), width)}):
+        x, matrix = (draw.standard_normal((count, inner), np.float32) for count in (max(counts), out))
+        made = {count: np.asarray(left(x[:count], matrix)) for count in counts}
+        alike -= {count for count in counts if not np.array_equal(made[count], right(x[:count], matrix))}
+        independent &= all(np.array_equal(y, made[max(counts)][: len(y)]) for y in made.values())
+    return frozenset(counts if independent else alike)
 
 
 def _is_matrix(name: str, leaf: Any) -> bool:

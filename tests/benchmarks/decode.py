@@ -31,7 +31,8 @@ import common
 import limit
 
 WORKERS = {"rljax": "peer_rljax", "torch": "peer_torch", "tunix": "peer_tunix", "limit": "limit"}
-SLOTS = {"a": 64, "b": 64, "c": 8}
+SLOTS = {"a": 64, "b": 48, "c": 8}
+CACHE = {"a": 8192, "b": 7424, "c": 6144}  # positions
 MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.8, 8, 256  # response lengths of work b
 GROWTH_SLOTS, GROWTH_PROMPTS, GROWTH_NEW, GROWTH_TARGET = 8, (64, 512), 48, 1.3
 
@@ -48,13 +49,15 @@ def make_work(options, name: str) -> dict[str, Any]:
     else:
         prompts, lengths = [512] * 8, [[256]] * 8
     lengths = [[min(length, options.new or length) for length in group] for group in lengths[: options.prompts]]
-    return _work(options, draw, prompts[: options.prompts], lengths, options.slots or SLOTS[name])
+    return _work(options, draw, prompts[: options.prompts], lengths, options.slots or SLOTS[name],
+                 options.cache_tokens or CACHE[name])
 
 
-def _work(options, draw: random.Random, prompts: list[int], lengths: list[list[int]], slots: int) -> dict[str, Any]:
+def _work(options, draw: random.Random, prompts: list[int], lengths: list[list[int]], slots: int, cache: int
+          ) -> dict[str, Any]:
     return {"model": str(options.model.resolve()), "lengths": lengths, "slots": min(slots, sum(map(len, lengths))),
             "prompts": [[draw.randrange(100, 40000) for _ in range(prompt)] for prompt in prompts],
-            "steps": options.steps, "batch": options.peer_batch, "cache_tokens": options.cache_tokens}
+            "steps": options.steps, "batch": options.peer_batch, "cache_tokens": cache}
 
 
 def describe(work: dict[str, Any]) -> str:
@@ -104,7 +107,7 @@ def growth(options) -> None:
     """Seconds per decoded token with few and with many filled positions."""
     draw, new = random.Random(options.seed), options.new or GROWTH_NEW
     work = _work(options, draw, [n for n in GROWTH_PROMPTS for _ in range(GROWTH_SLOTS)],
-                 [[new]] * 2 * GROWTH_SLOTS, GROWTH_SLOTS)
+                 [[new]] * 2 * GROWTH_SLOTS, GROWTH_SLOTS, options.cache_tokens or CACHE["c"])
     rljax = common.Contestant("rljax", __file__, work, options)
     took: dict[int, list[float]] = {prompt: [] for prompt in GROWTH_PROMPTS}
     for _ in range(options.repeats):
@@ -129,7 +132,7 @@ def main() -> None:
                          default=["rljax", "torch", "tunix"])
     options.add_argument("--slots", type=int, help="rljax: sequences at a time (default: by work)")
     options.add_argument("--steps", type=int, default=8, help="rljax: decoding steps per dispatch")
-    options.add_argument("--cache-tokens", type=int, default=10240, help="rljax: positions of its cache")
+    options.add_argument("--cache-tokens", type=int, help="rljax: positions of its cache (default: by work)")
     options.add_argument("--peer-batch", type=int, default=0, help="sequences of a peer's batch (default: all)")
     options.add_argument("--prompts", type=int, help="the first so many prompts only")
     options.add_argument("--new", type=int, help="new tokens of a sequence at most")
