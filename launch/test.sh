@@ -7,4 +7,4 @@ if [ "${1:-}" = "--all" ]; then
   shift
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" "$extras"
-exec "$PYTHON" -m pytest -n 2 --dist loadfile "${marks[@]}" "$@"
+exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${marks[@]}" "$@"

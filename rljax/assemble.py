@@ -283,7 +283,8 @@ def engine_config(config: ConfigDict, cfg: ModelConfig, tok: tokenizer.Tokenizer
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     position_bytes = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * cache_dtype.itemsize
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    room = sampler.cache_tokens or int(CACHE_SHARE * device_memory() * mesh.size // position_bytes)
+    parts = mesh.shape["tensor"] if cfg.num_kv_heads % mesh.shape["tensor"] == 0 else 1  # of each page: its heads
+    room = sampler.cache_tokens or int(CACHE_SHARE * device_memory() * shards * parts // position_bytes)
     most = max(USUAL_SHARE * room // longest, shards)
     slots = sampler.slots or _multiple(min(samples, MOST_SLOTS, most), shards)
     buckets = tuple(b for b in sampler.prompt_buckets if b < max_prompt_len(config))

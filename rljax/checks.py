@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 
 from ml_collections import ConfigDict
 
 from rljax import models, tokenizer
 from rljax.data import Mixture, PromptSource
 from rljax.models import ModelConfig
+from rljax.sample import MOST_BIASES
 
 
 def vocabulary(config: ConfigDict, cfg: ModelConfig, sources: list[PromptSource | Mixture]) -> None:
-    """ValueError for a prompt or a stop id with a token that the model has no row for."""
+    """ValueError for a prompt, a stop id or a bias with a token that the model has no row for."""
     for source in sources:
         if source.largest_id >= cfg.vocab_size:
             raise ValueError(f"{source.prompt_data}: a prompt has token {source.largest_id}, but the model of "
                              f"{config.model.path} has vocab_size {cfg.vocab_size}: its tokenizer is another model's")
     if beyond := [one for one in config.rollout.stop_token_ids if one >= cfg.vocab_size]:
         raise ValueError(f"rollout.stop_token_ids holds {beyond[0]}, but the model has vocab_size {cfg.vocab_size}")
+    if (count := len(json.loads(config.rollout.logit_bias))) > MOST_BIASES:
+        raise ValueError(f"rollout.logit_bias holds {count} tokens, at most {MOST_BIASES} can have a bias")
+    if beyond := [one for one in json.loads(config.rollout.logit_bias) if int(one) >= cfg.vocab_size]:
+        raise ValueError(f"rollout.logit_bias holds {beyond[0]}, but the model has vocab_size {cfg.vocab_size}")
 
 
 def labels(config: ConfigDict, tok: tokenizer.Tokenizer, source: PromptSource | Mixture, vocab_size: int) -> None:

@@ -118,8 +118,9 @@ def _check_text(config: ConfigDict) -> None:
     _json_object("model.chat_template_kwargs", config.model.chat_template_kwargs)
     biases = _json_object("rollout.logit_bias", config.rollout.logit_bias)
     require(
-        all(token.isdecimal() and type(bias) in (int, float) for token, bias in biases.items()),
-        f"rollout.logit_bias = {config.rollout.logit_bias!r}: expected token ids with numbers, as in "
+        all(token.isdecimal() and type(bias) in (int, float) and math.isfinite(bias) for token, bias in biases.items())
+        and len(set(map(int, biases))) == len(biases),
+        f"rollout.logit_bias = {config.rollout.logit_bias!r}: expected different token ids with finite numbers, as in "
         '{"42": -100.0}',
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 
 PENDING, COMPLETED, TRUNCATED, ABORTED, FAILED = "pending", "completed", "truncated", "aborted", "failed"
 PER_TOKEN = ("logprobs", "loss_mask", "versions")
+MOST_BIASES = 32  # tokens with a bias, of one request
 
 
 @dataclasses.dataclass(frozen=True)

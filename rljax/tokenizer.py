@@ -229,9 +229,9 @@ def character_tokenizer(characters: str, path: str | pathlib.Path) -> None:
 def find_stop(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str], start: int = 0) -> tuple[int, str] | None:
     """The first stop string completed in `ids`: (tokens up to and with the one that completes it, text before it).
 
-    Of several, the one that ends first in the text counts, then the longest. The first `start` ids were looked at in
-    an earlier call and completed none: only a tail of them is decoded again, so a call after every few tokens is
-    cheap. None where no stop string is complete. A special token is matched where a stop string spells one out.
+    Of several, the one that ends first in the text counts, then the longest. What is complete within the first `start`
+    ids does not count; only a tail of them is decoded again, so a call after every few tokens is cheap. None where no
+    stop string is complete. A special token is matched where a stop string spells one out.
     """
     stop = [text for text in stop if text]
     if not stop or start >= len(ids):
@@ -239,14 +239,16 @@ def find_stop(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str], sta
     skip = not any(token in text for text in stop for token in tokenizer.special_tokens)
     first = _window(tokenizer, ids, start, max(map(len, stop)), skip)
 
+    before = _length(tokenizer, ids[first:start], skip)
+
     def complete(count: int) -> bool:
-        return _end(tokenizer.decode(ids[first:count], skip), stop) is not None
+        return _end(tokenizer.decode(ids[first:count], skip), stop, before) is not None
 
     if not complete(len(ids)):
         return None
     count = bisect.bisect_left(range(len(ids)), True, lo=start + 1, key=complete)
     text = tokenizer.decode(ids[:count], skip)
-    found = _end(text, stop)
+    found = _end(text, stop, _length(tokenizer, ids[:start], skip))
     return None if found is None else (count, text[: found[1]])
 
 
@@ -258,7 +260,13 @@ def _window(tokenizer: Tokenizer, ids: Sequence[int], start: int, reach: int, sk
     return max(0, start - size)
 
 
-def _end(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
-    """(end, begin) of the stop string that ends first in `text`, the longest of those; None where there is none."""
-    places = [(text.find(word), word) for word in stop]
+def _length(tokenizer: Tokenizer, ids: Sequence[int], skip: bool) -> int:
+    """Characters of `ids` that no later id changes: an unfinished one at the end does not count."""
+    return len(tokenizer.decode(ids, skip).rstrip("\ufffd")) if ids else 0
+
+
+def _end(text: str, stop: Sequence[str], before: int) -> tuple[int, int] | None:
+    """(end, begin) of the stop string that ends first in `text` behind its first `before` characters, the longest of
+    those; None where there is none."""
+    places = [(text.find(word, max(0, before + 1 - len(word))), word) for word in stop]
     return min(((at + len(word), at) for at, word in places if at >= 0), default=None)

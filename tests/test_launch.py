@@ -52,6 +52,7 @@ def write(folder: pathlib.Path, name: str, *lines: str) -> str:
     (["reward.type=plugin:absent"], ["plugin", "absent"]),
     (["sampler.cache_tokens=8"], ["sampler.cache_tokens 8", "holds 0 pages"]),
     (['rollout.logit_bias={"a": 1}'], ["rollout.logit_bias", '{"a": 1}']),
+    (['rollout.logit_bias={"99999": 1}'], ["rollout.logit_bias holds 99999", "vocab_size"]),
     (["sampler.cache_dtype=int4"], ["sampler.cache_dtype", "int4", "int8"]),
     (["reward.type=no_such_package.module:f"], ["no_such_package"]),
     (["reward.type=maths"], ["maths", "gsm8k"]),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rljax.sampler.decode import EngineConfig
 from rljax.sampler.pages import PageTables, Pool
 
 SLOTS, SIZE = 6, 4
@@ -89,3 +90,14 @@ def test_the_lowest_pages_are_taken_first_and_too_few_are_none():
         pool.take(2)
     made = tables(prompt=2)
     assert made.store((1,) * 9) is None and made.store((1,) * 8).pages == [0, 1]
+
+
+@given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 64), st.integers(1, 16), st.integers(0, 200))
+def test_any_budget_that_holds_one_sample_holds_one_in_each_pool(own, prompt, slots, members, more):
+    """A response that outgrows the pool of its own would give way to itself for ever."""
+    shape = EngineConfig(slots, cache_len=(own + prompt) * 8, prompt_buckets=(prompt * 8,), prefill_rows=1,
+                         steps_per_dispatch=8, stop_ids=(), vocab_known=2, new_tokens=own * 8, members=members,
+                         cache_tokens=(own + prompt + more) * 8, page_len=8)
+    assert shape.columns == (own, prompt)
+    own_pages, prompt_pages = shape.pages(1)
+    assert own_pages >= own and prompt_pages >= prompt and own_pages + prompt_pages <= own + prompt + more

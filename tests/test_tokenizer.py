@@ -327,6 +327,13 @@ def test_of_several_the_one_that_ends_first(plain):
     assert tk.find_stop(plain, ids, ()) is None
 
 
+def test_what_the_first_tokens_complete_does_not_count(plain):
+    ids = plain.encode("abxccccccccccxdd")
+    assert tk.find_stop(plain, ids, ("x",), 10) == (14, "abxcccccccccc")
+    assert tk.find_stop(plain, ids, ("x", "bx"), 14) is None
+    assert tk.find_stop(plain, ids, ("cx", "x"), 3) == (14, "abxccccccccc")
+
+
 def test_special_tokens_and_stop_strings(plain):
     ids = plain.encode("ab<bos>cd<eos>x")
     assert tk.find_stop(plain, ids, ("bc",)) == (4, "a")

@@ -19,12 +19,12 @@ import numpy as np
 from rljax.models import decoder
 from rljax.models.config import ModelConfig
 from rljax.models.decoder import Product
+from rljax.sample import MOST_BIASES
 from rljax.sampler import cache, prefill, sampling
 from rljax.sampler.cache import Chunk, Pages, Tables
 from rljax.types import Params
 
 LEAST_ROWS = 8  # of a decoding program with less than all slots: fewer rows are no faster
-MOST_BIASES = 32  # tokens with a bias, of one request
 
 
 @flax.struct.dataclass
@@ -110,7 +110,7 @@ class EngineConfig:
             if total < own + prompt:
                 raise ValueError(f"sampler.cache_tokens {self.cache_tokens} holds {total} pages of {self.page} tokens, "
                                  f"but one sample of {self.cache_len} tokens may need {own + prompt}")
-            most_prompt = min(most_prompt, max(prompt, total // 3, total - most_own))
+            most_prompt = min(most_prompt, max(prompt, min(total // 3, total - own), total - most_own))
             most_own = min(most_own, total - most_prompt)
         unit = shards << (self.parts - 1)
         return -(-most_own // unit) * unit, -(-most_prompt // unit) * unit

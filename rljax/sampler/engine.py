@@ -53,7 +53,9 @@ class Engine:
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._warming = False
         self.row_counts = [engine.slots]  # of the decoding programs in use, ascending
-        self._left: frozenset[int] | None = None  # see `_product`
+        self._left: dict[tuple[int, ...], frozenset[int]] = {}  # see `_product`
+        one_cpu = jax.process_count() == 1 and mesh.devices.flat[0].platform == "cpu"
+        self._may_turn = one_cpu and engine.dtype == jnp.float32
 
     # --- the cache ---------------------------------------------------------------------------------------------------
 
@@ -102,7 +104,8 @@ class Engine:
     def prefill(self, params: Params, prompts: Sequence[Sequence[int]], bucket: int) -> Prefix:
         """Keys and values of up to `rows(bucket)` prompts (without the token that decoding feeds first)."""
         batch = _padded(prompts, self.rows(bucket), bucket)
-        made = functools.partial(prefill.prefill, self.cfg, self.config.dtype, self.config.page, self._product(params))
+        made = functools.partial(prefill.prefill, self.cfg, self.config.dtype, self.config.page,
+                                 self._product(params, self.rows(bucket) * bucket))
         how = {"out_shardings": _prefix_sharding(self.cfg, self.mesh, self.slot.spec[0])}
         return self._run("prefill", (bucket,), made, how, params, *sharding.to_devices(batch, self.slot))
 
@@ -125,7 +128,7 @@ class Engine:
         tokens, _ = _padded([prompt[start : start + size]], 1, size)
         tokens, start = sharding.to_devices((tokens, np.int32(start)), sharding.replicated(self.mesh))
         how = {"donate_argnums": 1, "out_shardings": _prefix_sharding(self.cfg, self.mesh, None)}
-        made = functools.partial(prefill.extend, self.cfg, self.config.dtype, self._product(params))
+        made = functools.partial(prefill.extend, self.cfg, self.config.dtype, self._product(params, size))
         return self._run("extend", (), made, how, params, prefix, tokens, start)
 
     def insert(self, chunks: list[Chunk], prefix: Prefix, pages: Sequence[Sequence[int]]) -> None:
@@ -150,9 +153,10 @@ class Engine:
         """Log-prob of each token of `prompt` after those before it, at temperature 1, in nats; 0 for the first."""
         bucket = self.bucket(len(prompt))
         batch = sharding.to_devices(_padded([prompt], self.shards, bucket), self.slot)
-        made = functools.partial(prefill.prompt_logprobs, self.cfg, self.config.dtype, self._product(params))
+        made = functools.partial(prefill.prompt_logprobs, self.cfg, self.config.dtype,
+                                 self._product(params, self.shards * bucket))
         found = self._run("logprobs", (bucket,), made, {}, params, *batch)
-        return np.asarray(found)[0, : len(prompt)].tolist()
+        return sharding.to_host(found)[0, : len(prompt)].tolist()
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 
@@ -161,20 +165,21 @@ class Engine:
         [rows, T] int32 (-1 = draw). `chunks` is changed in place."""
         how = {"donate_argnums": 1,
                "out_shardings": (Drawn(*[self.slot] * 5), (Chunk(self._layers, self._layers),) * len(chunks))}
-        made = functools.partial(decode.generate, self.cfg, self.config, self._product(params, len(forced)))
+        ladder = tuple(self.config.rows(self.shards))
+        made = functools.partial(decode.generate, self.cfg, self.config, self._product(params, len(forced), ladder))
         host = sharding.to_devices((slots, tables, forced), self.slot)
         drawn, chunks[:] = self._run("generate", (len(forced),), made, how, params, tuple(chunks), *host)
         return drawn
 
-    def _product(self, params: Params, rows: int = 0) -> Any:
-        """How a program multiplies with matrices: on a CPU with them on the left, but a decoding program, of so many
-        `rows`, only if it keeps the same bits as the others."""
-        if self.mesh.devices.flat[0].platform != "cpu" or self.config.dtype != jnp.float32:
+    def _product(self, params: Params, rows: int, counts: tuple[int, ...] = ()) -> Any:
+        """How a program of `rows` rows, among those of `counts` that are to give the same bits, multiplies with
+        matrices: on a CPU with them on the left where it can."""
+        counts = counts or (rows,)
+        if not self._may_turn:
             return product
-        if rows and self._left is None:
-            ladder = self.config.rows(self.shards)
-            self._left = frozenset(ladder) if len(ladder) == 1 else left_rows(params, ladder)
-        return product if rows and rows not in self._left else left_product
+        if counts not in self._left:
+            self._left[counts] = left_rows(params, counts)
+        return left_product if rows in self._left[counts] else product
 
     # --- programs ----------------------------------------------------------------------------------------------------
 

@@ -100,6 +100,9 @@ class JetStreamEngine(engine_api.Engine):
                              f"be kept only to multiples of it, it must be 1")
         if engine.config.row_levels != 1:
             raise ValueError(f"row_levels is {engine.config.row_levels}; JetStream decodes all slots, it must be 1")
+        if engine.rows(engine.config.prompt_buckets[-1]) == 0:
+            raise ValueError(f"prompts of {engine.config.prompt_buckets[-1]} tokens would go in parts of prefill_chunk "
+                             f"{engine.config.prefill_chunk}; JetStream prefills them whole, it must be as large")
         if draws.stop:
             raise ValueError(f"stop strings {draws.stop!r}: JetStream ends a request by token id alone")
         c = engine.config
@@ -160,6 +163,7 @@ class JetStreamEngine(engine_api.Engine):
         state.tables.own_len[:] += busy
         slots.tokens[:] = np.where(busy, tokens, slots.tokens)
         slots.positions[:] += busy
+        slots.hold[:] -= busy
         slots.remaining[:] = np.where(np.isin(tokens, self.engine.config.stop_ids), 0, slots.remaining - busy)
         data = sharding.to_devices(np.stack([tokens, busy, state.lengths], axis=1), self.engine.slot)
         result = engine_api.ResultTokens(data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3),

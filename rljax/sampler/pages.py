@@ -23,6 +23,9 @@ class Prompt:
     members: list[int | None]  # slots that read it, by member number
     ready: bool = False  # written: slots may join
 
+    def __post_init__(self):
+        self.key = hash(self.tokens)
+
     @property
     def readers(self) -> int:
         """How many slots read it."""
@@ -71,7 +74,8 @@ class PageTables:
 
     def find(self, tokens: tuple[int, ...]) -> Prompt | None:
         """A stored copy of the prompt that another member can read, now or once it is ready."""
-        return next((p for p in self.prompts if None in p.members and p.tokens == tokens), None)
+        key = hash(tokens)  # prompts often begin alike: to compare with them all takes long
+        return next((p for p in self.prompts if p.key == key and None in p.members and p.tokens == tokens), None)
 
     def drop(self, keep: Container[tuple[int, ...]] = ()) -> None:
         """Free the prompts that no slot reads and `keep` does not name."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from rljax.sample import SamplingParams
-from rljax.sampler.decode import MOST_BIASES, EngineConfig, Slots
+from rljax.sample import MOST_BIASES, SamplingParams
+from rljax.sampler.decode import EngineConfig, Slots
 
 LEAST_TEMPERATURE = 1e-6  # below it the quotient overflows float32; 0 is greedy
 MOST_TOP_K = 2**31 - 1

@@ -88,6 +88,7 @@ class Scheduler:
             self.chunks = self.engine.chunks()
         self._refill(params)
         self._dispatch(params)
+        self._forget_prompts()
         return finished
 
     def abort(self, uids: Iterable[int] | None = None) -> list[Request]:
@@ -105,9 +106,7 @@ class Scheduler:
         self._enqueue(kept)
         for request in taken + waiting:
             request.end_reason = "abort"
-        if wanted is None:
-            self._long = None
-            self.tables.drop()  # also the prompt of which a part was prefilled: nobody would complete it
+        self._forget_prompts()
         return taken + waiting
 
     def release(self) -> None:
@@ -128,6 +127,13 @@ class Scheduler:
         for request in requests:
             request.taken, request.prompt = 0, tuple(request.context[:-1])
             (self.queue.appendleft if first else self.queue.append)(request)
+
+    def _forget_prompts(self) -> None:
+        """Those who come when nobody is left may come with other weights. A prompt that is prefilled in part would
+        also find nobody to complete it."""
+        if not self.busy:
+            self._long = None
+            self.tables.drop()
 
     def _leave(self, index: int) -> None:
         """Free a slot and its pages."""

@@ -44,8 +44,8 @@ def left_product(x: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Arra
 
 
 def left_rows(params: Params, counts: Sequence[int]) -> frozenset[int]:
-    """Of programs for so many rows each, those that may take `left_product` with every row the same in all of them:
-    all, if its bits do not depend on the number of rows; else those where it gives the bits of `product`.
+    """Of programs for so many rows each, those that may take `left_product` so that a row has the same bits in all and
+    at any place: all, if its bits depend on neither; else those where it gives the bits of `product`.
 
     `params`: a copy, or its shapes.
     """
@@ -58,6 +58,7 @@ def left_rows(params: Params, counts: Sequence[int]) -> frozenset[int]:
         made = {count: np.asarray(left(x[:count], matrix)) for count in counts}
         alike -= {count for count in counts if not np.array_equal(made[count], right(x[:count], matrix))}
         independent &= all(np.array_equal(y, made[max(counts)][: len(y)]) for y in made.values())
+        independent &= all(np.array_equal(y[::-1], left(x[: len(y)][::-1], matrix)) for y in made.values())
     return frozenset(counts if independent else alike)
 
 

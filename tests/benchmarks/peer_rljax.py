@@ -34,7 +34,14 @@ def make_scheduler(work: dict[str, Any]):
         cache_tokens=work["cache_tokens"],
     ), mesh)
     jax.block_until_ready(params)
-    return Scheduler(engine), lambda: engine.weights(params)
+    copy: list[Any] = [None]
+
+    def weights() -> Any:
+        """A new copy, in the memory of the one before, as the training loop has it."""
+        copy[0] = engine.weights(params, copy[0])
+        return copy[0]
+
+    return Scheduler(engine), weights
 
 
 def worker(work: dict[str, Any]):
