@@ -166,12 +166,13 @@ def test_fewer_rows_decode_only_if_they_give_the_same_bits():
     engine = Engine(tiny.CONFIG, shape, tiny.one_device())
     assert shape.rows(1) == [8, 16] and shape.rows(16) == [16] and engine.row_counts == [16]
     engine.warmup(tiny.weights())
-    assert (8 in engine.row_counts) == np.array_equal(*(engine._probe(tiny.weights(), n, 8) for n in (8, 16)))
+    bits = [engine._probe(tiny.weights(), engine.chunks(), n, 8) for n in (8, 16)]
+    assert (8 in engine.row_counts) == np.array_equal(*bits)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_probe", lambda params, rows, busy: np.float32(rows == 8))
+        patch.setattr(engine, "_probe", lambda params, chunks, rows, busy: np.float32(rows == 8))
         engine.warmup(tiny.weights())
         assert engine.row_counts == [16]
-        patch.setattr(engine, "_probe", lambda params, rows, busy: np.float32(0))
+        patch.setattr(engine, "_probe", lambda params, chunks, rows, busy: np.float32(0))
         engine.warmup(tiny.weights())
     assert engine.row_counts == [8, 16]
     crowd = [request(i, n, 4 + i % 14) for i, n in zip(range(13), [5, 1, 8, 9, 3, 17, 2, 31, 12, 3] * 2)]

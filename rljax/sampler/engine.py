@@ -216,7 +216,8 @@ class Engine:
             self._warming = False
         _return_freed_memory()
         if len(ladder) > 1 and self.pages[0] >= 2 * ladder[0]:  # pages for two dispatches
-            bits = {rows: self._probe(params, rows, ladder[0]) for rows in ladder}
+            chunks = self.chunks()
+            bits = {rows: self._probe(params, chunks, rows, ladder[0]) for rows in ladder}
             self.row_counts = [rows for rows in ladder if np.array_equal(bits[rows], bits[c.slots])]
         return self.programs
 
@@ -235,10 +236,10 @@ class Engine:
             for page in pages.tolist():
                 self.insert(chunks, prefix, [[page]])
 
-    def _probe(self, params: Params, rows: int, busy: int) -> np.ndarray:
+    def _probe(self, params: Params, chunks: list[Chunk], rows: int, busy: int) -> np.ndarray:
         """Log-probs of two dispatches of `busy` slots, by the program of `rows` slots: the second, if a slot's pages
         hold it, reads what the first wrote."""
-        steps, chunks, tables, found = self.config.steps_per_dispatch, self.chunks(), self.tables(), []
+        steps, tables, found = self.config.steps_per_dispatch, self.tables(), []
         nothing = tables.store(())
         slots, draw = Slots.idle(rows), np.random.default_rng(0)
         for slot in range(busy):
