@@ -132,6 +132,18 @@ def test_samples_of_one_prompt_have_the_seeds_of_their_order(characters):
         served.stop()
 
 
+def test_stop_ids_end_a_request_after_the_least_tokens(characters):
+    draws = SamplingParams(max_new_tokens=40, min_new_tokens=3, temperature=1.5)
+    requests = [Request(uid, GREEDY[0].context, draws) for uid in range(16)]
+    wanted, reasons = expected(requests)
+    assert "stop" in reasons and min(map(len, wanted)) >= 3
+    served = Served(characters, draws=draws)
+    try:
+        assert sorted(tokens(served.start(r.context, 40)) for r in requests) == sorted(wanted)
+    finally:
+        served.stop()
+
+
 def test_a_full_cache_ends_a_request(served):
     long = [tiny.request(uid, 31, SHAPE.cache_len - 31, temperature=0.0) for uid in range(20, 28)]
     wanted, reasons = expected(long)
@@ -192,12 +204,13 @@ def test_a_token_keeps_its_space_and_a_byte_stays_a_byte():
     assert jetstream.token_utils.text_tokens_to_str(streamed) == "words two\u00e9"
 
 
-@pytest.mark.parametrize("steps, draws, why", [
-    (4, jetstream.GREEDY, "steps_per_dispatch is 4"), (1, SamplingParams(5, stop=("a",)), "stop strings"),
-    (1, SamplingParams(5, top_p=0.0), "top_p 0.0"),
+@pytest.mark.parametrize("change, draws, why", [
+    ({"steps_per_dispatch": 4}, jetstream.GREEDY, "steps_per_dispatch is 4"),
+    ({}, SamplingParams(5, stop=("a",)), "stop strings"), ({}, SamplingParams(5, top_p=0.0), "top_p 0.0"),
+    ({"prefill_chunk": 16}, jetstream.GREEDY, "prompts of 32 tokens would go in parts of prefill_chunk 16"),
 ])
-def test_what_cannot_be_served_is_an_error(characters, steps, draws, why):
-    shape = dataclasses.replace(SHAPE, steps_per_dispatch=steps)
+def test_what_cannot_be_served_is_an_error(characters, change, draws, why):
+    shape = dataclasses.replace(SHAPE, **change)
     with pytest.raises(ValueError, match=why):
         jetstream.serve(Engine(tiny.CONFIG, shape, tiny.one_device()), weights(), characters, free_port(), draws)
 
