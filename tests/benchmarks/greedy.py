@@ -25,7 +25,7 @@ MODEL, OUTPUT = REPO / "models" / "SmolLM2-135M-Instruct", REPO / "tests" / "dat
 
 
 def main() -> None:
-    """The first so many prompts that stay clear, in one batch of one each, without padding."""
+    """The first so many prompts that stay clear, one at a time and so without padding."""
     import torch
     import transformers
 
