@@ -22,9 +22,10 @@ def vocabulary(config: ConfigDict, cfg: ModelConfig, sources: list[PromptSource 
                              f"{config.model.path} has vocab_size {cfg.vocab_size}: its tokenizer is another model's")
     if beyond := [one for one in config.rollout.stop_token_ids if one >= cfg.vocab_size]:
         raise ValueError(f"rollout.stop_token_ids holds {beyond[0]}, but the model has vocab_size {cfg.vocab_size}")
-    if (count := len(json.loads(config.rollout.logit_bias))) > MOST_BIASES:
-        raise ValueError(f"rollout.logit_bias holds {count} tokens, at most {MOST_BIASES} can have a bias")
-    if beyond := [one for one in json.loads(config.rollout.logit_bias) if int(one) >= cfg.vocab_size]:
+    biases = json.loads(config.rollout.logit_bias)
+    if len(biases) > MOST_BIASES:
+        raise ValueError(f"rollout.logit_bias holds {len(biases)} tokens, at most {MOST_BIASES} can have a bias")
+    if beyond := [one for one in biases if int(one) >= cfg.vocab_size]:
         raise ValueError(f"rollout.logit_bias holds {beyond[0]}, but the model has vocab_size {cfg.vocab_size}")
 
 

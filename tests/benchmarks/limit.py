@@ -39,6 +39,8 @@ def worker(work: dict[str, Any]):
     import jax.numpy as jnp
     import numpy as np
 
+    from rljax.sampler.weights import left_product
+
     size = sizes(work["model"])
 
     def best(function, *arguments) -> float:
@@ -57,7 +59,7 @@ def worker(work: dict[str, Any]):
     for rows in sorted({*work["rows"], PROMPT_ROWS}):
         x = np.ones((rows, size["hidden"]), np.float32)
         right = best(jax.jit(functools.partial(_products, jnp, jnp.matmul)), *jax.device_put((x, layers)))
-        left = best(jax.jit(functools.partial(_products, jnp, _left)), *jax.device_put((x, turned)))
+        left = best(jax.jit(functools.partial(_products, jnp, left_product)), *jax.device_put((x, turned)))
         rates[rows] = 2 * size["body"] * rows / min(right, left, best(
             functools.partial(_products, np, np.matmul), x, layers))
     return {"bandwidth": bandwidth, "rates": rates}, None
@@ -73,13 +75,6 @@ def _weights(size: dict[str, int]):
     draw = np.random.default_rng(0)
     return [{name: draw.standard_normal(shape, np.float32) / shape[0] ** 0.5 for name, shape in shapes.items()}
             for _ in range(size["layers"])]
-
-
-def _left(x, w):
-    """x @ w.T as (w @ x.T).T, with barriers so that XLA does not turn it round."""
-    import jax
-
-    return jax.lax.optimization_barrier(w @ jax.lax.optimization_barrier(x.T)).T
 
 
 def _products(xp, product, x, layers):
