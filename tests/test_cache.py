@@ -85,6 +85,21 @@ def test_partials_of_any_split_merge_to_the_softmax():
             np.testing.assert_allclose(found[slot], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_no_prompt_outlives_the_requests():
+    """Aborted by name between two parts of its prompt, or ended: whoever comes next may have other weights."""
+    scheduler = Scheduler(tight())
+    scheduler.submit([request(0, 1, 17, min_new_tokens=14)])
+    scheduler.step(tiny.weights())
+    scheduler.submit([request(1, 31, 4)])
+    scheduler.step(tiny.weights())
+    assert scheduler._long is not None
+    scheduler.abort([0, 1])
+    assert scheduler._long is None and scheduler.tables.prompts == []
+    other = tiny.weights(3)
+    same(draw([request(1, 31, 4)], other, scheduler)[0], draw([request(1, 31, 4)], other, Scheduler(tight()))[0])
+    assert scheduler.tables.prompts == []
+
+
 def test_a_tight_cache_and_chunked_prefill_change_no_token():
     """Requests give way and come back, prompts are prefilled by chunks of 8: bit for bit what each gives alone, and
     under forced tokens the log-probs of another engine, with other slots, to 1e-5."""
