@@ -72,9 +72,9 @@ def compare(options, name: str) -> None:
     """One work: the table, whether the contestants agree, the limit."""
     work = make_work(options, name)
     print(f"work {name}: {describe(work)}", file=sys.stderr)
-    measured = run_limit(options, work)
+    machine = common.Contestant("limit", __file__, {"model": work["model"], "rows": [8, 64, work["slots"]]}, options)
     contestants = [common.Contestant(contestant, __file__, work, options) for contestant in options.contestants]
-    common.take_turns(contestants, options.repeats)
+    common.take_turns([*contestants, machine], options.repeats)
     first: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     for contestant in contestants * options.repeats:
         first[contestant.name].append(contestant.run(new=1)["seconds"])
@@ -84,16 +84,9 @@ def compare(options, name: str) -> None:
         "measured": lambda contestant: str(sum(run["compilations"] for run in contestant.runs))})
     for contestant in contestants[1:]:
         print(agreement(contestants[0], contestant))
-    print(limit.describe(work, measured, contestants[0].name, contestants[0].rate()), flush=True)
-    for contestant in contestants:
+    print(limit.describe(work, limit.medians(machine.runs), contestants[0].name, contestants[0].rate()), flush=True)
+    for contestant in [*contestants, machine]:
         contestant.close()
-
-
-def run_limit(options, work: dict[str, Any]) -> dict[str, Any]:
-    """The machine's rates, measured while no contestant has started."""
-    contestant = common.Contestant("limit", __file__, {"model": work["model"], "rows": [8, 64, work["slots"]]}, options)
-    contestant.close()
-    return contestant.ready
 
 
 def agreement(one: common.Contestant, other: common.Contestant) -> str:

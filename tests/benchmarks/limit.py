@@ -1,8 +1,9 @@
 """What a machine allows: the least seconds of a decoding work, from rates that are measured on the machine itself.
 
-The rates, each the best of several tries: reading memory (a jitted sum over 256 MiB), and float32 matrix products by
-number of rows over weights of the model's shapes, all layers one after the other and so larger than the caches: the
-best of XLA's with the weights on the right and on the left, and NumPy's.
+The rates, each the best of several tries in one turn: reading memory (a jitted sum over 256 MiB), and float32 matrix
+products by number of rows over weights of the model's shapes, all layers one after the other and so larger than the
+caches: the best of XLA's with the weights on the right and on the left, and NumPy's. Turns alternate with the
+contestants', whose medians they are compared with.
 The bound counts every distinct prompt's products once, without attention, at the rate of 1,024 rows; then as many
 decoding steps as full slots need, each either its products or the reading of all weights, whichever takes longer; and
 the keys and values that each token reads. Everything else (drawing, attention's products, the host) it takes as free.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import json
 import pathlib
+import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 PROMPT_ROWS = 1024
@@ -32,7 +35,7 @@ def sizes(folder: str) -> dict[str, int]:
 
 
 def worker(work: dict[str, Any]):
-    """The machine's rates: bytes a second, and product FLOP a second by rows."""
+    """A run measures the machine's rates: bytes a second, and product FLOP a second by rows."""
     import functools
 
     import jax
@@ -42,6 +45,12 @@ def worker(work: dict[str, Any]):
     from rljax.sampler.weights import left_product
 
     size = sizes(work["model"])
+    block, layers = jnp.ones(1 << 26, jnp.float32), _weights(size)
+    turned = jax.device_put([{name: np.ascontiguousarray(w.T) for name, w in layer.items()} for layer in layers])
+    summed, ways = jax.jit(jnp.sum), [
+        (jax.jit(functools.partial(_products, jnp, jnp.matmul)), jax.device_put(layers)),
+        (jax.jit(functools.partial(_products, jnp, left_product)), turned),
+        (functools.partial(_products, np, np.matmul), layers)]
 
     def best(function, *arguments) -> float:
         jax.block_until_ready(function(*arguments))
@@ -52,17 +61,13 @@ def worker(work: dict[str, Any]):
             took.append(time.perf_counter() - start)
         return min(took)
 
-    block = jnp.ones(1 << 26, jnp.float32)
-    bandwidth = block.nbytes / best(jax.jit(jnp.sum), block)
-    layers, rates = _weights(size), {}
-    turned = [{name: np.ascontiguousarray(w.T) for name, w in layer.items()} for layer in layers]
-    for rows in sorted({*work["rows"], PROMPT_ROWS}):
-        x = np.ones((rows, size["hidden"]), np.float32)
-        right = best(jax.jit(functools.partial(_products, jnp, jnp.matmul)), *jax.device_put((x, layers)))
-        left = best(jax.jit(functools.partial(_products, jnp, left_product)), *jax.device_put((x, turned)))
-        rates[rows] = 2 * size["body"] * rows / min(right, left, best(
-            functools.partial(_products, np, np.matmul), x, layers))
-    return {"bandwidth": bandwidth, "rates": rates}, None
+    def run() -> dict[str, Any]:
+        rates = {rows: 2 * size["body"] * rows / min(
+            best(function, np.ones((rows, size["hidden"]), np.float32), weights) for function, weights in ways)
+            for rows in sorted({*work["rows"], PROMPT_ROWS})}
+        return {"bandwidth": block.nbytes / best(summed, block), "rates": rates}
+
+    return run(), run
 
 
 def _weights(size: dict[str, int]):
@@ -87,11 +92,16 @@ def _products(xp, product, x, layers):
     return x
 
 
+def medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each rate over the turns."""
+    return {"bandwidth": statistics.median(run["bandwidth"] for run in runs),
+            "rates": {int(rows): statistics.median(run["rates"][rows] for run in runs) for rows in runs[0]["rates"]}}
+
+
 def least_seconds(work: dict[str, Any], measured: dict[str, Any]) -> dict[str, float]:
     """Seconds of each part of `work` at least; "step" is one decoding step, and the larger of its two parts counts."""
     size, slots = sizes(work["model"]), work["slots"]
-    rates = {int(rows): rate for rows, rate in measured["rates"].items()}
-    tokens = sum(map(sum, work["lengths"]))
+    rates, tokens = measured["rates"], sum(map(sum, work["lengths"]))
     parameters = size["body"] + size["head"]
     read = sum(length * len(prompt) + length * (length - 1) // 2
                for prompt, group in zip(work["prompts"], work["lengths"]) for length in group)
