@@ -293,7 +293,7 @@ def engine_config(config: ConfigDict, cfg: ModelConfig, tok: tokenizer.Tokenizer
         slots=slots, cache_len=fitting[0], new_tokens=new_tokens, prompt_buckets=buckets,
         prefill_rows=_multiple(config.rollout.batch_size, shards),
         prefill_chunk=sampler.prefill_chunk or (CPU_CHUNK if jax.default_backend() == "cpu" else CHUNK),
-        steps_per_dispatch=sampler.steps_per_dispatch,
+        steps_per_dispatch=sampler.steps_per_dispatch, resumes=config.rollout.partial,
         stop_ids=tuple(sorted({*tok.stop_ids, *config.rollout.stop_token_ids})),
         vocab_known=min(tok.vocab_size, cfg.vocab_size), dtype=dtype, seed=config.train.seed,
         members=min(max(config.rollout.n_samples_per_prompt, config.eval.n_samples), MOST_MEMBERS),

@@ -79,7 +79,7 @@ class Rollout:
         def admit() -> None:
             fresh = gathering.admit()
             by_uid.update((sample.uid, sample) for sample in fresh)
-            self.scheduler.submit([self._request(sample, sampling) for sample in fresh])
+            self.scheduler.submit([self._request(sample, sampling, version) for sample in fresh])
 
         try:
             with self.timers("rollout_time"):
@@ -102,12 +102,13 @@ class Rollout:
         with self.timers("reward_wait_time"):
             return gathering.close()
 
-    def _request(self, sample: Sample, sampling: SamplingParams) -> Request:
+    def _request(self, sample: Sample, sampling: SamplingParams, version: int) -> Request:
         """The request that draws what is left of a sample; its limit counts what was drawn before."""
         drawn, prompt = len(sample.response_tokens), list(sample.prompt_tokens)
         left = remaining_budget(sampling.max_new_tokens, drawn, self.scheduler.engine.config.cache_len, len(prompt))
         limited = dataclasses.replace(sampling, max_new_tokens=drawn + left)
-        return Request(sample.uid, prompt, limited, list(sample.response_tokens), list(sample.logprobs))
+        return Request(sample.uid, prompt, limited, list(sample.response_tokens), list(sample.logprobs),
+                       stale=next((n for n, drawn_by in enumerate(sample.versions) if drawn_by == version), drawn))
 
     def _finish(self, sample: Sample, request: Request, version: int) -> None:
         _extend(sample, request, version)

@@ -16,6 +16,7 @@ from sampler_helpers import draw, request, same
 from rljax import sharding
 from rljax.sample import SamplingParams
 from rljax.sampler import cache, decode
+from rljax.sampler import requests as asked
 from rljax.sampler.decode import Slots
 from rljax.sampler.engine import Engine
 from rljax.sampler.scheduler import Request, Scheduler
@@ -149,6 +150,121 @@ def test_a_long_prompt_aborted_between_its_parts_starts_again():
         scheduler.step(tiny.weights())
     assert scheduler.busy == 0
     same(long, draw([request(1, 25, 4)], scheduler=Scheduler(tight()))[0])
+
+
+RESUMES = dataclasses.replace(tiny.SHAPE, prefill_chunk=16, resumes=True)
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Eight tokens for each chunk are enough to prefill them."""
+    monkeypatch.setattr(asked, "CHUNK_STEPS", 1)
+
+
+@functools.cache
+def resuming(parts=3, **change):
+    return Engine(tiny.CONFIG, dataclasses.replace(RESUMES, parts=parts, **change), tiny.one_device())
+
+
+def old(uid, length=5, drawn=25):
+    """A request of 30 greedy tokens, and the same as it goes on after `drawn` of them came from older weights."""
+    whole = request(uid, length, 30, temperature=0.0, min_new_tokens=30)
+    draw([whole], scheduler=Scheduler(resuming()))
+    assert len(whole.tokens) == 30
+    return whole, dataclasses.replace(whole, tokens=whole.tokens[:drawn], logprobs=whole.logprobs[:drawn], stale=drawn)
+
+
+def agree(one, other):
+    assert one.tokens == other.tokens and one.end_reason == other.end_reason
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{}, {"parts": 1, "cache_tokens": 12 * 8}], ids=str)
+def test_what_older_weights_drew_is_prefilled(soon, change):
+    """24 of 25 tokens by two chunks, not six dispatches: the rest is as if it had been fed token by token."""
+    whole, part = old(1)
+    scheduler = Scheduler(resuming(**change))
+    draw([part], scheduler=scheduler)
+    assert part.prefilled == 24 and scheduler.take_counts()["dispatches"] == 2
+    agree(part, whole)
+    assert not scheduler.tables.prompts and len(scheduler.tables.own_pool) == scheduler.tables.own_pool.pages
+
+
+def test_resumed_requests_share_their_prompt_and_delay_the_others_by_one_chunk(soon):
+    """Two greedy members of a group come while another decodes, which draws in every step."""
+    scheduler, first = Scheduler(resuming()), request(0, 4, 40, temperature=0.0, min_new_tokens=40)
+    scheduler.submit([first])
+    scheduler.step(tiny.weights())
+    whole, part = old(1, drawn=17)
+    twin = dataclasses.replace(part, uid=2, tokens=part.tokens[:], logprobs=part.logprobs[:])
+    for one in (part, twin):
+        scheduler.submit([one])
+    while scheduler.busy:
+        before, ended = len(first.tokens), first.end_reason
+        scheduler.step(tiny.weights())
+        assert ended or len(first.tokens) == before + 4
+    assert part.prefilled == twin.prefilled == 16 and scheduler.take_counts()["shared_tokens"] == 5
+    agree(part, whole)
+    agree(twin, whole)
+
+
+@pytest.mark.parametrize("change, drawn", [({"stale": 0}, 25), ({"logprobs": []}, 25), ({}, 8)], ids=str)
+def test_tokens_are_fed_again_where_that_is_asked_for_or_as_fast(soon, change, drawn):
+    """Of these weights' own, without log-probs, or few: no bit changes."""
+    whole, part = old(1, drawn=drawn)
+    part = dataclasses.replace(part, **change)
+    draw([part], scheduler=Scheduler(resuming()))
+    assert part.prefilled == 0
+    same(part, whole)
+
+
+def test_a_resumed_request_aborted_between_its_chunks_starts_again(soon):
+    whole, part = old(1)
+    scheduler = Scheduler(resuming())
+    scheduler.submit([request(0, 4, 40, min_new_tokens=40)])
+    scheduler.step(tiny.weights())
+    scheduler.submit([part])
+    for _ in range(2):  # its prompt, and one of two chunks
+        scheduler.step(tiny.weights())
+    assert scheduler._long.request is part
+    assert scheduler.abort([1]) == [part] and scheduler._long is None
+    scheduler.submit([part])
+    while scheduler.busy:
+        scheduler.step(tiny.weights())
+    agree(part, whole)
+
+
+def test_a_resumed_request_that_stops_again_goes_on_bitwise(soon):
+    """16 tokens of older weights and 9 of these: aborted in the middle, it is as if it had not been."""
+    whole, part = old(1, drawn=17)
+    part, again = (dataclasses.replace(part, tokens=part.tokens[:], logprobs=part.logprobs[:]) for _ in range(2))
+    draw([part], scheduler=Scheduler(resuming()))
+    scheduler = Scheduler(resuming())
+    scheduler.submit([again])
+    for _ in range(3):
+        scheduler.step(tiny.weights())
+    assert scheduler.abort() == [again] and 17 < len(again.tokens) < 30
+    draw([again], scheduler=scheduler)
+    assert again.prefilled == 16
+    same(again, part)
+
+
+def test_resumed_requests_in_a_tight_cache(soon):
+    """Pages for two of six: they wait for each other and for long prompts, and all end as alone."""
+    engine = resuming(parts=1, slots=6, cache_tokens=14 * 8)
+    pairs = [old(uid, 3, 29) for uid in range(6)]
+    crowd = [part for _, part in pairs]
+    scheduler = Scheduler(engine)
+    scheduler.submit([request(10, 30, 8)])
+    for part in crowd:
+        scheduler.submit([part])
+    scheduler.submit([request(11, 30, 8)])
+    for _ in range(200):
+        scheduler.step(tiny.weights())
+    assert scheduler.busy == 0
+    for whole, part in pairs:
+        assert part.prefilled == 28
+        agree(part, whole)
 
 
 @pytest.mark.parametrize("change", [{"page_len": 4, "new_tokens": 4}, {"cache_tokens": 10 * 8, "row_levels": 2}])

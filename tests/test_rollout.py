@@ -172,6 +172,19 @@ def test_a_resumed_sample_goes_on_bitwise(tok):
         assert sample.loss_mask == [0] * part + full.loss_mask[part:] and sample.versions[:part] == [7] * part
 
 
+def test_only_what_other_weights_drew_is_stale(tok, monkeypatch):
+    scheduler, submitted = Scheduler(tiny.engine()), []
+    submit = scheduler.submit
+    monkeypatch.setattr(scheduler, "submit", lambda requests: submitted.extend(requests) or submit(requests))
+    samples = prompts(3)
+    for sample, versions in zip(samples, ([], [3, 3], [2, 2, 3]), strict=True):
+        count = len(versions)
+        sample.response_tokens, sample.logprobs = [9] * count, [-1.0] * count
+        sample.loss_mask, sample.versions = [1] * count, versions
+    rollout(tok, scheduler=scheduler).collect(tiny.weights(), samples, SamplingParams(6), 3)
+    assert [request.stale for request in submitted] == [0, 0, 2]
+
+
 def test_the_caches_limit_truncates(tok):
     (sample,) = samples = [Sample(uid=0, group=0, prompt_tokens=[9] * 30)]
     rollout(tok).collect(tiny.chain(9, 9), samples, SamplingParams(40), 0)

@@ -19,6 +19,7 @@ from shared_data import cases, shared
 from rljax import packing, sharding, tokenizer
 from rljax.optimizer import OptimizerConfig
 from rljax.sample import SamplingParams
+from rljax.sampler import requests as asked
 from rljax.sampler.engine import Engine, EngineConfig
 from rljax.sampler.scheduler import Request, Scheduler
 from rljax.policy import LossConfig
@@ -392,7 +393,7 @@ def test_abort_of_some():
     ({"context": []}, r"request 3: 0 context tokens and max_new_tokens 10"),
     ({"params": SamplingParams(0)}, r"5 context tokens and max_new_tokens 0"),
     ({"params": SamplingParams(44)}, r"5 context \+ 44 new tokens exceed the cache of 48"),
-    ({"context": [9] * 33}, r"33 tokens is longer than the largest prompt bucket, 32"),
+    ({"context": [9] * 33}, r"request 3: a context of 33 tokens is longer than the largest prompt bucket, 32"),
     ({"params": SamplingParams(5, stop=("x",))}, r"request 3 has stop strings, but the scheduler has no tokenizer"),
     ({"context": [9, 128]}, r"token 128 is none of the model's 128"),
     ({"context": [-1]}, r"token -1 is none of the model's 128"),
@@ -431,26 +432,30 @@ def test_a_uid_may_come_again_once_it_has_ended():
         scheduler.submit([request(5), request(5)])
 
 
-def test_no_program_is_compiled_after_warm_up():
+def test_no_program_is_compiled_after_warm_up(monkeypatch):
     """Filters, greedy, stop strings, biases, abort, resume, any number of requests and new weights."""
-    engine = Engine(tiny.CONFIG, dataclasses.replace(tiny.SHAPE, prefill_chunk=16), tiny.one_device())
+    monkeypatch.setattr(asked, "CHUNK_STEPS", 1)
+    engine = Engine(tiny.CONFIG, dataclasses.replace(tiny.SHAPE, prefill_chunk=16, resumes=True), tiny.one_device())
     weights = engine.weights(tiny.master())
     weights = engine.weights(tiny.master(), weights)
     count = engine.warmup(weights)
-    assert count == engine.programs == 13  # zeros of 2 sizes, decoding, prefill of 8 and 16, 2 for 32, 3 x 2 to insert
+    # Zeros of 2 sizes, decoding, prefill of 8 and 16, 2 for 32, 3 x 2 to insert; 2 to resume, 2 to insert that.
+    assert count == engine.programs == 17
     scheduler = Scheduler(engine, lambda tokens, stop, start: (start + 1, ""))
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, _, **details: compiled.append(name) if name.endswith("backend_compile_duration") else None)
     requests = batch_of(20) + [request(40 + i, new=9, stop=("x",)) for i in range(3)]
     requests += [request(50, new=5, min_new_tokens=3, logit_bias=((9, 2.0),))]
+    resumed = dataclasses.replace(request(60, new=30), tokens=[9] * 25, logprobs=[-1.0] * 25, stale=25)
+    requests.append(resumed)
     scheduler.submit(requests)
     scheduler.step(weights)
     scheduler.submit(scheduler.abort())
     weights = engine.weights(tiny.master(1), weights)
     while scheduler.busy:
         scheduler.step(weights)
-    assert compiled == [] and engine.programs == count
+    assert compiled == [] and engine.programs == count and resumed.prefilled == 24
     jax.jit(lambda x: x + tiny.VOCAB)(np.ones(3))
     assert compiled, "the listener must be able to see a compilation"
 

@@ -180,6 +180,15 @@ def write_prompts(pages: Sequence[Pages], prefix: tuple[Sequence[jax.Array], Seq
     return written
 
 
+def write_from(pages: Sequence[Pages], prefix: tuple[Sequence[jax.Array], Sequence[jax.Array]], where: jax.Array,
+               start: jax.Array) -> list[Pages]:
+    """`write_prompts` of the positions from `start` on, as many as the pages of `where` [rows, n] hold."""
+    length = where.shape[1] * pages[0].keys.shape[-1]
+    keys, values = ([jax.lax.dynamic_slice_in_dim(x, start, length, axis) for x in part]
+                    for part, axis in zip(prefix, (3, 2), strict=True))
+    return write_prompts(pages, (keys, values), where)
+
+
 def write_own(chunks: Sequence[Chunk], keys: Sequence[jax.Array], values: Sequence[jax.Array], tables: Tables
               ) -> tuple[Chunk, ...]:
     """What a dispatch staged, per layer keys [S, K, h, T] and values [S, K, T, h], behind what each slot has."""

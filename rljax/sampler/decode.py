@@ -73,6 +73,7 @@ class EngineConfig:
     seed: int = 0
     prefill_chunk: int = 4096  # tokens of one prefill program, padding included
     new_tokens: int = 0  # most new tokens of a request; 0 = what cache_len leaves
+    resumes: bool = False  # what older weights drew may be prefilled: see `Scheduler`
     members: int = 1  # samples that read one stored prompt
     cache_tokens: int = 0  # positions of both pools together; 0 = as many as the slots may need
     parts: int = 1  # of both pools; the XLA path passes over those that nobody reads

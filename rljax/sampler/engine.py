@@ -109,10 +109,11 @@ class Engine:
         how = {"out_shardings": _prefix_sharding(self.cfg, self.mesh, self.slot.spec[0])}
         return self._run("prefill", (bucket,), made, how, params, *sharding.to_devices(batch, self.slot))
 
-    def long_prefix(self) -> Prefix:
-        """Where a prompt longer than a chunk is gathered."""
+    def long_prefix(self, resumed: bool = False) -> Prefix:
+        """Where a prompt longer than a chunk is gathered, or (`resumed`) a prompt and what was drawn after it."""
         cfg, c = self.cfg, self.config
-        length = -(-c.prompt_buckets[-1] // c.prefill_chunk) * c.prefill_chunk
+        longest = c.prompt_buckets[-1] + (c.columns[0] * c.page if resumed else 0)
+        length = -(-longest // c.prefill_chunk) * c.prefill_chunk
         length = -(-length // c.page) * c.page
 
         def make():
@@ -120,16 +121,16 @@ class Engine:
             return ([jnp.zeros(shape, c.dtype) for _ in range(cfg.num_layers)],
                     [jnp.zeros(shape, c.dtype).swapaxes(2, 3) for _ in range(cfg.num_layers)])
 
-        return self._run("long", (), make, {"out_shardings": _prefix_sharding(cfg, self.mesh, None)})
+        return self._run("long", (length,), make, {"out_shardings": _prefix_sharding(cfg, self.mesh, None)})
 
-    def extend(self, params: Params, prefix: Prefix, prompt: Sequence[int], start: int) -> Prefix:
-        """The chunk of `prompt` from `start` on, added to `long_prefix`, which is donated."""
+    def extend(self, params: Params, prefix: Prefix, sequence: Sequence[int], start: int) -> Prefix:
+        """The chunk of `sequence` from `start` on, added to `long_prefix`, which is donated."""
         size = self.config.prefill_chunk
-        tokens, _ = _padded([prompt[start : start + size]], 1, size)
+        tokens, _ = _padded([sequence[start : start + size]], 1, size)
         tokens, start = sharding.to_devices((tokens, np.int32(start)), sharding.replicated(self.mesh))
         how = {"donate_argnums": 1, "out_shardings": _prefix_sharding(self.cfg, self.mesh, None)}
         made = functools.partial(prefill.extend, self.cfg, self.config.dtype, self._product(params, size))
-        return self._run("extend", (), made, how, params, prefix, tokens, start)
+        return self._run("extend", (prefix[1][0].shape[2],), made, how, params, prefix, tokens, start)
 
     def insert(self, chunks: list[Chunk], prefix: Prefix, pages: Sequence[Sequence[int]]) -> None:
         """Write row r of `prefix` to pages[r] of the prompts' pool; `chunks` is changed in place."""
@@ -137,17 +138,28 @@ class Engine:
         where = np.full((rows, length // self.config.page), -1, np.int32)
         for row, some in enumerate(pages):
             where[row, : len(some)] = some
-        start = 0
+        self._write(chunks, "prompt", cache.write_prompts, prefix, where)
+
+    def insert_own(self, chunks: list[Chunk], prefix: Prefix, pages: Sequence[int], start: int) -> None:
+        """Write a resumed `long_prefix` from position `start` on to `pages` of the slots' own pool."""
+        where = np.full((1, self.config.columns[0]), -1, np.int32)
+        where[0, : len(pages)] = pages
+        start = sharding.to_devices(np.int32(start), sharding.replicated(self.mesh))
+        self._write(chunks, "own", cache.write_from, prefix, where, start)
+
+    def _write(self, chunks: list[Chunk], pool: str, write: Any, prefix: Prefix, where: np.ndarray, *start: jax.Array
+               ) -> None:
+        """`write` to those chunks of a pool that have pages of `where`."""
+        how, first = {"donate_argnums": 0, "out_shardings": self._layers}, 0
         for index, chunk in enumerate(chunks):
-            count = self.chunk_pages(index)[1]
-            inside = np.where((where >= start) & (where < start + count), where - start, -1)
-            start += count
+            count = self.chunk_pages(index)[pool == "prompt"]
+            inside = np.where((where >= first) & (where < first + count), where - first, -1)
+            first += count
             if (inside >= 0).any():
                 inside = sharding.to_devices(inside, sharding.replicated(self.mesh))
-                how = {"donate_argnums": 0, "out_shardings": self._layers}
-                written = self._run("insert", (rows, length, count), cache.write_prompts, how, chunk.prompt, prefix,
-                                    inside)
-                chunks[index] = chunk.replace(prompt=written)
+                sizes = (*prefix[1][0].shape[::2], count)
+                written = self._run(f"insert {pool}", sizes, write, how, getattr(chunk, pool), prefix, inside, *start)
+                chunks[index] = chunk.replace(**{pool: written})
 
     def prompt_logprobs(self, params: Params, prompt: Sequence[int]) -> list[float]:
         """Log-prob of each token of `prompt` after those before it, at temperature 1, in nats; 0 for the first."""
@@ -231,10 +243,15 @@ class Engine:
         prefixes = [self.prefill(params, [[0]], bucket) for bucket in c.prompt_buckets if self.rows(bucket)]
         if not self.rows(c.prompt_buckets[-1]):
             prefixes.append(self.extend(params, self.long_prefix(), [0], 0))
+        own, prompt = (np.cumsum([0, *(self.chunk_pages(index)[kind] for index in range(c.parts - 1))]).tolist()
+                       for kind in range(2))  # the first page of each chunk
         for prefix in prefixes:
-            pages = np.cumsum([0, *(self.chunk_pages(index)[1] for index in range(c.parts - 1))])
-            for page in pages.tolist():
+            for page in prompt:
                 self.insert(chunks, prefix, [[page]])
+        if c.resumes:
+            prefix = self.extend(params, self.long_prefix(resumed=True), [0], 0)
+            for page in own:
+                self.insert_own(chunks, prefix, [page], 0)
 
     def _probe(self, params: Params, chunks: list[Chunk], rows: int, busy: int) -> np.ndarray:
         """Log-probs of two dispatches of `busy` slots, by the program of `rows` slots: the second, if a slot's pages

@@ -94,6 +94,12 @@ class PageTables:
         self.prompt[slot, : len(prompt.pages)] = prompt.pages
         self.prompt_len[slot], self.member[slot], self.own_len[slot] = len(prompt.tokens), number, 0
 
+    def fill(self, slot: int, length: int) -> list[int]:
+        """`length` positions of the slot's own are filled from the start; the pages that hold them."""
+        count = -(-length // self.size)
+        self.own[slot, :count], self.own_len[slot] = self.own_pool.take(count), length
+        return self.own[slot, :count].tolist()
+
     def grow(self, slot: int) -> bool:
         """A page for what the next dispatch writes; False where none is free."""
         column = self.own_len[slot] // self.size

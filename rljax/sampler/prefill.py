@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from rljax.models.decoder import Product
 from rljax.types import Params
 
 Prefix = tuple[list[jax.Array], list[jax.Array]]  # per layer keys [rows, K, h, L] and values [rows, K, L, h]
-QUERY_BLOCK = 128  # queries of a later chunk whose scores are held at once
+QUERY_BLOCK, KEY_BLOCK = 128, 512  # queries and keys of a later chunk whose scores are held at once, at most
 
 
 def per_layer(cfg: ModelConfig) -> list[tuple[int, int]]:
@@ -76,21 +77,41 @@ def extend(cfg: ModelConfig, dtype: Any, product: Product, params: Params, prefi
 
 
 def _attend_chunk(cfg: ModelConfig, q: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array, window: int):
-    """q [1, chunk, H, h] at positions from `start` on over keys [1, K, h, L]: [1, chunk, H, h]."""
+    """q [1, chunk, H, h] at positions from `start` on over keys [1, K, h, L]: [1, chunk, H, h].
+
+    A block of queries reads the blocks of keys that it sees, one after the other, with a running maximum.
+    """
     _, chunk, heads, width = q.shape
-    block = min(QUERY_BLOCK, chunk)
+    kv_heads, length = keys.shape[1], keys.shape[3]
+    block, size = min(QUERY_BLOCK, chunk), math.gcd(KEY_BLOCK, length)
     q = jnp.pad(q[0], ((0, -chunk % block), (0, 0), (0, 0)))
-    q = q.reshape(-1, block, keys.shape[1], heads // keys.shape[1], width)
-    at = jnp.arange(keys.shape[3])[None, :]
+    q = q.reshape(-1, block, kv_heads, heads // kv_heads, width).transpose(0, 2, 3, 1, 4)
 
     def one(taken):
-        queries, first = taken
+        queries, first = taken  # [K, g, block, h]
         position = first + jnp.arange(block)[:, None]
-        scores = jnp.einsum("qkgh,khl->kgql", queries, keys[0], preferred_element_type=jnp.float32)
-        scores = ops.softcap(scores * cfg.attention_scale, cfg.attention_softcap)
-        seen = (at <= position) & ((at > position - window) if window else True)
-        weights = jax.nn.softmax(jnp.where(seen, scores, ops.MASKED), axis=-1).astype(queries.dtype)
-        return jnp.einsum("kgql,klh->qkgh", weights, values[0])
+
+        def add(index, sums):
+            out, top, total = sums
+            at = index * size + jnp.arange(size)[None, :]
+            scores = jnp.einsum("kgqh,khl->kgql", queries, jax.lax.dynamic_slice_in_dim(keys[0], index * size, size, 2),
+                                preferred_element_type=jnp.float32)
+            scores = ops.softcap(scores * cfg.attention_scale, cfg.attention_softcap)
+            seen = (at <= position) & ((at > position - window) if window else True)
+            scores = jnp.where(seen, scores, ops.MASKED)
+            best = jnp.maximum(top, scores.max(-1))
+            weights, kept = jnp.where(seen, jnp.exp(scores - best[..., None]), 0.0), jnp.exp(top - best)
+            more = jnp.einsum("kgql,klh->kgqh", weights.astype(values.dtype),
+                              jax.lax.dynamic_slice_in_dim(values[0], index * size, size, 1),
+                              preferred_element_type=jnp.float32)
+            return out * kept[..., None] + more, best, total * kept + weights.sum(-1)
+
+        *rows, _ = queries.shape
+        zero = jnp.zeros(queries.shape, jnp.float32), jnp.full(rows, ops.MASKED), jnp.zeros(rows, jnp.float32)
+        begin = jnp.maximum(first - window + 1, 0) // size if window else 0
+        end = jnp.minimum((first + block - 1) // size + 1, length // size)
+        out, _, total = jax.lax.fori_loop(begin, end, add, zero)
+        return (out / total[..., None]).astype(queries.dtype).transpose(2, 0, 1, 3)
 
     out = jax.lax.map(one, (q, start + block * jnp.arange(len(q))))
     return out.reshape(1, -1, heads, width)[:, :chunk]

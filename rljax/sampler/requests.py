@@ -10,6 +10,7 @@ from rljax.sampler.decode import EngineConfig, Slots
 
 LEAST_TEMPERATURE = 1e-6  # below it the quotient overflows float32; 0 is greedy
 MOST_TOP_K = 2**31 - 1
+CHUNK_STEPS = 8  # decoding steps that take about as long as to prefill a chunk
 MOST_UID = 2**32 - 1  # the random key folds in 32 bits
 
 
@@ -19,6 +20,8 @@ class Request:
 
     Tokens that are there on submission are taken over and fed to the model again, before new ones are drawn; where
     their log-probs are there they stay too, and those that are missing are filled in.
+    The first `stale` of them are other weights' and need not be fed as they were drawn, one by one: these may be
+    prefilled.
     """
 
     uid: int
@@ -30,10 +33,22 @@ class Request:
     text: str | None = None  # what stands before the stop string that ended it
     top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)  # each token's (id, nats)
     prompt_logprobs: list[float] | None = None  # nats, as long as the context; 0 for its first token
+    stale: int = 0
     # The scheduler's: what prefill stores of the context, all but the token that decoding feeds first, and how many
-    # tokens of this one its slot has behind it.
+    # tokens of this one its slot has behind it; of these, how many are prefilled.
     prompt: tuple[int, ...] = dataclasses.field(default=(), repr=False)
     taken: int = dataclasses.field(default=0, repr=False)
+    prefilled: int = dataclasses.field(default=0, repr=False)
+
+
+def worth_prefilling(request: Request, engine: EngineConfig) -> int:
+    """How many of the stale tokens to prefill, whole dispatches: 0 where to feed them may be as fast, since all slots
+    are fed at once, but prefilled one after the other. Nothing else decides, so that the bits are the same again."""
+    count = min(request.stale, len(request.tokens) - 1, len(request.logprobs))
+    count = max(count, 0) // engine.steps_per_dispatch * engine.steps_per_dispatch
+    chunks = -(-(len(request.context) + count) // engine.prefill_chunk)
+    worth = engine.resumes and not request.params.top_logprobs and count >= CHUNK_STEPS * chunks * engine.slots
+    return count if worth else 0
 
 
 def check(request: Request, engine: EngineConfig, vocab: int) -> None:
@@ -52,6 +67,9 @@ def check(request: Request, engine: EngineConfig, vocab: int) -> None:
     if len(request.context) + p.max_new_tokens > engine.cache_len:
         raise ValueError(f"request {uid}: {len(request.context)} context + {p.max_new_tokens} new tokens exceed the "
                          f"cache of {engine.cache_len} (sampler.length_buckets)")
+    if len(request.context) > engine.prompt_buckets[-1]:
+        raise ValueError(f"request {uid}: a context of {len(request.context)} tokens is longer than the largest prompt "
+                         f"bucket, {engine.prompt_buckets[-1]} (sampler.prompt_buckets)")
     ids = [*request.context, *request.tokens, *(token for token, _ in p.logit_bias), 0]
     if min(ids) < 0 or max(ids) >= vocab:
         bad = min(ids) if min(ids) < 0 else max(ids)

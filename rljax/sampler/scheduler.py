@@ -3,7 +3,8 @@
 `submit` takes requests, `step` starts one dispatch and returns what the one before it finished, so that what the
 caller does with those happens while the device decodes. `abort` takes requests out with what they have drawn; an
 aborted request may be submitted again and goes on bit for bit as if it had never stopped, and so does one that had to
-give its pages to older ones. Nothing here depends on time: the same calls give the same dispatches.
+give its pages to older ones: their tokens are fed again. What older weights drew (`Request.stale`) is prefilled where
+that is faster, and again so later. Nothing here depends on time: the same calls give the same dispatches.
 """
 
 from __future__ import annotations
@@ -32,12 +33,18 @@ FindStop = Callable[[Sequence[int], tuple[str, ...], int], "tuple[int, str] | No
 
 
 @dataclasses.dataclass
-class LongPrompt:
-    """A prompt that is prefilled chunk after chunk, one between two dispatches."""
+class Long:
+    """What is prefilled chunk after chunk, one between two dispatches: a prompt, or a request's prompt and tokens."""
 
-    prompt: Prompt
+    tokens: Sequence[int]
     prefix: Prefix
+    prompt: Prompt | None = None
+    request: Request | None = None
     done: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.done >= len(self.tokens)
 
 
 class Scheduler:
@@ -52,7 +59,7 @@ class Scheduler:
         self.tables, self.chunks = engine.tables(), list[Chunk]()
         self._entered = [0] * engine.config.slots  # when: a rising number
         self._clock = 0
-        self._long: LongPrompt | None = None
+        self._long: Long | None = None
         # A dispatch that runs, and whom it serves: (slot, request) of each row.
         self._flight: tuple[Drawn, list[tuple[int, Request]]] | None = None
         self._counts: collections.Counter[str] = collections.Counter()
@@ -66,7 +73,6 @@ class Scheduler:
         uids = {request.uid for request in [*self.queue, *self.slots] if request}
         for request in requests:
             asked.check(request, self.engine.config, self.engine.cfg.vocab_size)
-            self.engine.bucket(len(request.context))
             if request.params.stop and self.find_stop is None:
                 raise ValueError(f"request {request.uid} has stop strings, but the scheduler has no tokenizer")
             if request.uid in uids:
@@ -106,6 +112,8 @@ class Scheduler:
         self._enqueue(kept)
         for request in taken + waiting:
             request.end_reason = "abort"
+            if self._long and self._long.request is request:
+                self._long = None
         self._forget_prompts()
         return taken + waiting
 
@@ -126,6 +134,7 @@ class Scheduler:
     def _enqueue(self, requests: Sequence[Request], first: bool = False) -> None:
         for request in requests:
             request.taken, request.prompt = 0, tuple(request.context[:-1])
+            request.prefilled = asked.worth_prefilling(request, self.engine.config)
             (self.queue.appendleft if first else self.queue.append)(request)
 
     def _forget_prompts(self) -> None:
@@ -147,12 +156,12 @@ class Scheduler:
         decoding = any(self.slots)
         # Prompts that nobody reads stay only for those who come next: the others may need the room.
         keep = {request.prompt for request in itertools.islice(self.queue, len(self.slots))}
-        self.tables.drop(keep | ({self._long.prompt.tokens} if self._long else set()))
+        self.tables.drop(keep | ({self._long.prompt.tokens} if self._long and self._long.prompt else set()))
         self._join(params)
         while self.queue and None in self.slots:
-            if self._long:
+            if self._long and not self._long.complete:
                 self._extend(params)
-            elif not self._prefill(params):
+            elif not (self._resume(params) or self._prefill(params)):
                 return
             self._join(params)
             if decoding:
@@ -160,24 +169,31 @@ class Scheduler:
 
     def _join(self, params: Params) -> None:
         """Let waiting requests whose prompt is stored take free slots, in the queue's order."""
-        left = []
+        left, placed = [], []
         while self.queue and None in self.slots and len(left) < len(self.slots):
             request = self.queue.popleft()
-            if not self._place(request):
-                left.append(request)
-            elif request.params.prompt_logprobs and request.prompt_logprobs is None:
-                request.prompt_logprobs = self.engine.prompt_logprobs(params, request.context)
+            (placed if self._place(request) else left).append(request)
         self.queue.extendleft(reversed(left))
+        for request in placed:
+            if request.params.prompt_logprobs and request.prompt_logprobs is None:
+                request.prompt_logprobs = self.engine.prompt_logprobs(params, request.context)
 
     def _place(self, request: Request) -> bool:
         prompt = self.tables.find(request.prompt)
         # Some pages are left for those that decode, or the new one would soon have to give its page back.
         scarce = self.engine.pages[0] < len(self.slots) * self.engine.config.columns[0]
         reserve = sum(slot is not None for slot in self.slots) // RESERVE * scarce
-        if prompt is None or not prompt.ready or len(self.tables.own_pool) <= reserve:
+        needed = 1 + request.prefilled // self.engine.config.page
+        if prompt is None or not prompt.ready or len(self.tables.own_pool) < needed + reserve:
+            return False
+        if request.prefilled and not (self._long and self._long.request is request and self._long.complete):
             return False
         index, shared = self.slots.index(None), prompt.readers > 0
         self.tables.join(index, prompt)
+        if request.prefilled:
+            pages, request.taken = self.tables.fill(index, request.prefilled), request.prefilled
+            self.engine.insert_own(self.chunks, self._long.prefix, pages, len(request.prompt))
+            self._long = None
         self.tables.grow(index)
         self.slots[index], self._entered[index] = request, self._clock
         self._clock += 1
@@ -190,9 +206,11 @@ class Scheduler:
         batch, first = list[Prompt](), 0
         for request in itertools.islice(self.queue, len(self.slots)):
             bucket = self.engine.bucket(len(request.context))
-            rows = max(1, self.engine.rows(bucket))
-            if self.tables.find(request.prompt) or (batch and (bucket != first or len(batch) == rows)):
+            rows = self.engine.rows(bucket)
+            if self.tables.find(request.prompt) or (batch and (bucket != first or len(batch) == max(1, rows))):
                 continue
+            if rows == 0 and self._long:
+                continue  # one at a time
             if (prompt := self.tables.store(request.prompt)) is None:
                 break
             first = bucket
@@ -200,7 +218,7 @@ class Scheduler:
         if not batch:
             return False
         if self.engine.rows(first) == 0:
-            self._long = LongPrompt(batch[0], self.engine.long_prefix())
+            self._long = Long(batch[0].tokens, self.engine.long_prefix(), prompt=batch[0])
             self._extend(params)
             return True
         if any(prompt.tokens for prompt in batch):
@@ -209,15 +227,27 @@ class Scheduler:
             prompt.ready = True
         return True
 
+    def _resume(self, params: Params) -> bool:
+        """Start to prefill the tokens of the request that waits for that longest; False where its prompt is not stored
+        yet, or another is under way."""
+        waiting = (r for r in itertools.islice(self.queue, len(self.slots)) if r.prefilled)
+        request = next((r for r in waiting if self.tables.find(r.prompt)), None)
+        if self._long or request is None:
+            return False
+        tokens = [*request.context, *request.tokens[: request.prefilled - 1]]
+        self._long = Long(tokens, self.engine.long_prefix(resumed=True), request=request)
+        self._extend(params)
+        return True
+
     def _insert(self, prefix: Prefix, prompts: Sequence[Prompt]) -> None:
         self.engine.insert(self.chunks, prefix, [prompt.pages for prompt in prompts])
 
     def _extend(self, params: Params) -> None:
-        """One more chunk of the long prompt; after the last it is stored."""
+        """One more chunk of what is long; after its last a prompt is stored, and a request may take a slot."""
         job = self._long
-        job.prefix = self.engine.extend(params, job.prefix, job.prompt.tokens, job.done)
+        job.prefix = self.engine.extend(params, job.prefix, job.tokens, job.done)
         job.done += self.engine.config.prefill_chunk
-        if job.done >= len(job.prompt.tokens):
+        if job.complete and job.prompt:
             self._insert(job.prefix, [job.prompt])
             job.prompt.ready, self._long = True, None
 
