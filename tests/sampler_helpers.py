@@ -86,9 +86,9 @@ def same(one: Request, other: Request) -> None:
 class Scripted:
     """Engine of the host's view alone: request `uid` writes `scripts[uid]`, then repeats itself; log-probs -0.5."""
 
-    def __init__(self, scripts, slots=4, stop_ids=(1,)):
-        self.config = EngineConfig(slots=slots, cache_len=4096, prompt_buckets=(1024,), prefill_rows=slots,
-                                   steps_per_dispatch=4, stop_ids=stop_ids, vocab_known=10**6)
+    def __init__(self, scripts, slots=4, stop_ids=(1,), **config):
+        shape = {"cache_len": 4096, "prompt_buckets": (1024,), "steps_per_dispatch": 4} | config
+        self.config = EngineConfig(slots=slots, prefill_rows=slots, stop_ids=stop_ids, vocab_known=10**6, **shape)
         self.cfg = types.SimpleNamespace(vocab_size=10**6)
         self.scripts, self.row_counts, self.pages = scripts, [slots], self.config.pages(1)
 
@@ -108,6 +108,15 @@ class Scripted:
         return prompts
 
     def insert(self, chunks, prefix, pages):
+        pass
+
+    def long_prefix(self, resumed=False):
+        return None
+
+    def extend(self, params, prefix, sequence, start):
+        return prefix
+
+    def insert_own(self, chunks, prefix, pages, start):
         pass
 
     def generate(self, params, chunks, slots, tables, forced):

@@ -208,9 +208,9 @@ def test_resumed_requests_share_their_prompt_and_delay_the_others_by_one_chunk(s
     agree(twin, whole)
 
 
-@pytest.mark.parametrize("change, drawn", [({"stale": 0}, 25), ({"logprobs": []}, 25), ({}, 8)], ids=str)
+@pytest.mark.parametrize("change, drawn", [({"stale": 0}, 25), ({"stale": 8}, 25), ({}, 8)], ids=str)
 def test_tokens_are_fed_again_where_that_is_asked_for_or_as_fast(soon, change, drawn):
-    """Of these weights' own, without log-probs, or few: no bit changes."""
+    """Of these weights' own, or too few of others': no bit changes."""
     whole, part = old(1, drawn=drawn)
     part = dataclasses.replace(part, **change)
     draw([part], scheduler=Scheduler(resuming()))
@@ -234,19 +234,53 @@ def test_a_resumed_request_aborted_between_its_chunks_starts_again(soon):
     agree(part, whole)
 
 
-def test_a_resumed_request_that_stops_again_goes_on_bitwise(soon):
-    """16 tokens of older weights and 9 of these: aborted in the middle, it is as if it had not been."""
-    whole, part = old(1, drawn=17)
+@pytest.mark.parametrize("drawn, prefilled", [(17, 16), (20, 16), (21, 20)])
+def test_a_resumed_request_that_stops_again_goes_on_bitwise(soon, drawn, prefilled):
+    """Tokens of older weights, then of these: aborted in the middle, it is as if it had not been."""
+    whole, part = old(1, drawn=drawn)
     part, again = (dataclasses.replace(part, tokens=part.tokens[:], logprobs=part.logprobs[:]) for _ in range(2))
     draw([part], scheduler=Scheduler(resuming()))
     scheduler = Scheduler(resuming())
     scheduler.submit([again])
     for _ in range(3):
         scheduler.step(tiny.weights())
-    assert scheduler.abort() == [again] and 17 < len(again.tokens) < 30
+    assert scheduler.abort() == [again] and drawn < len(again.tokens) < 30
     draw([again], scheduler=scheduler)
-    assert again.prefilled == 16
+    assert again.prefilled == prefilled
     same(again, part)
+
+
+def test_those_who_give_way_do_not_block_what_is_resumed(monkeypatch):
+    """They come before a request whose tokens are prefilled already, and need what it holds: it starts again."""
+    monkeypatch.setattr(asked, "CHUNK_STEPS", 0.25)
+    scheduler = Scheduler(resuming(parts=1, slots=4, prompt_buckets=(8, 32), cache_tokens=11 * 8))
+    crowd = [Request(uid, [token] * length, SamplingParams(new, min_new_tokens=new), [9] * drawn, [-1.0] * drawn,
+                     stale=drawn) for uid, token, length, new, drawn in (
+        (2, 11, 1, 40, 0), (6, 13, 30, 18, 9), (1, 11, 1, 40, 0), (0, 10, 30, 18, 9), (4, 12, 1, 40, 0),
+        (5, 13, 30, 18, 17), (3, 11, 1, 40, 0))]
+    scheduler.submit(crowd[:2])
+    scheduler.step(tiny.weights())
+    scheduler.submit(crowd[2:])
+    for _ in range(60):
+        scheduler.step(tiny.weights())
+    assert scheduler.busy == 0 and scheduler.take_counts()["preempted"] > 0
+
+
+def test_a_resumed_request_is_not_starved():
+    """Others come all the time and fill a tight cache: they do not overtake it for ever, nor take its pages each time
+    that it has them."""
+    scheduler = Scheduler(tiny.Scripted(
+        {}, cache_len=1024, prompt_buckets=(64,), steps_per_dispatch=8, prefill_chunk=256, new_tokens=960,
+        cache_tokens=20 * 64, resumes=True))
+    part, uids = Request(0, [7] * 30, SamplingParams(900), [2] * 700, [-0.5] * 700, stale=700), iter(range(1, 10**4))
+    scheduler.submit([Request(next(uids), [5] * 30, SamplingParams(600)) for _ in range(3)])
+    for _ in range(20):
+        scheduler.step({})
+    scheduler.submit([part])
+    for _ in range(400):
+        scheduler.submit([Request(next(uids), [5] * 30, SamplingParams(600))] if len(scheduler.queue) < 6 else [])
+        scheduler.step({})
+    assert part.prefilled == 696 and part.end_reason == "length"
 
 
 def test_resumed_requests_in_a_tight_cache(soon):

@@ -414,6 +414,7 @@ def test_abort_of_some():
     ({"uid": 2**32}, r"request 4294967296: a uid is between 0 and 4294967295"),
     ({"uid": 1}, r"request 1: another with this uid is in flight"),
     ({"tokens": [9, 9], "logprobs": [0.0] * 3}, r"3 log-probs for 2 tokens"),
+    ({"tokens": [9, 9], "stale": 2}, r"request 3: stale 2, but 0 log-probs"),
     ({"tokens": [9] * 11}, r"11 tokens, and max_new_tokens 10"),
 ])
 def test_a_bad_request_is_refused_and_none_of_its_batch_stays(change, message):

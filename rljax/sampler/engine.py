@@ -3,7 +3,8 @@
 A slot holds one sequence. Prefill computes keys and values of all context tokens but the last; decoding starts
 by feeding that last token, so the first response token comes from the same program as every other. A sample that is
 resumed has its prompt prefilled as at first and what it drew fed through decoding again, as forced tokens: keys and
-values from prefill would differ in the last bit, since products of other shapes round differently.
+values from prefill would differ in the last bit, since products of other shapes round differently. Only what other
+weights drew may be prefilled with the prompt.
 """
 
 from __future__ import annotations

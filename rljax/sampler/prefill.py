@@ -111,6 +111,7 @@ def _attend_chunk(cfg: ModelConfig, q: jax.Array, keys: jax.Array, values: jax.A
         begin = jnp.maximum(first - window + 1, 0) // size if window else 0
         end = jnp.minimum((first + block - 1) // size + 1, length // size)
         out, _, total = jax.lax.fori_loop(begin, end, add, zero)
+        total = jnp.where(total > 0, total, 1.0)  # padding may see nothing
         return (out / total[..., None]).astype(queries.dtype).transpose(2, 0, 1, 3)
 
     out = jax.lax.map(one, (q, start + block * jnp.arange(len(q))))

@@ -20,8 +20,8 @@ class Request:
 
     Tokens that are there on submission are taken over and fed to the model again, before new ones are drawn; where
     their log-probs are there they stay too, and those that are missing are filled in.
-    The first `stale` of them are other weights' and need not be fed as they were drawn, one by one: these may be
-    prefilled.
+    The first `stale` of them, with log-probs, are other weights' and need not be fed as they were drawn, one by one:
+    these may be prefilled.
     """
 
     uid: int
@@ -35,17 +35,19 @@ class Request:
     prompt_logprobs: list[float] | None = None  # nats, as long as the context; 0 for its first token
     stale: int = 0
     # The scheduler's: what prefill stores of the context, all but the token that decoding feeds first, and how many
-    # tokens of this one its slot has behind it; of these, how many are prefilled.
+    # tokens of this one its slot has behind it; of these, how many are prefilled; when it first took a slot (0 = not
+    # yet), as a rising number.
     prompt: tuple[int, ...] = dataclasses.field(default=(), repr=False)
     taken: int = dataclasses.field(default=0, repr=False)
     prefilled: int = dataclasses.field(default=0, repr=False)
+    entered: int = dataclasses.field(default=0, repr=False)
 
 
 def worth_prefilling(request: Request, engine: EngineConfig) -> int:
-    """How many of the stale tokens to prefill, whole dispatches: 0 where to feed them may be as fast, since all slots
-    are fed at once, but prefilled one after the other. Nothing else decides, so that the bits are the same again."""
-    count = min(request.stale, len(request.tokens) - 1, len(request.logprobs))
-    count = max(count, 0) // engine.steps_per_dispatch * engine.steps_per_dispatch
+    """How many of the stale tokens to prefill, whole dispatches and not the last: 0 where to feed them may be as fast,
+    since all slots are fed at once, but prefilled one after the other. What was drawn since does not count, so that the
+    bits are the same after another interruption."""
+    count = max(request.stale - 1, 0) // engine.steps_per_dispatch * engine.steps_per_dispatch
     chunks = -(-(len(request.context) + count) // engine.prefill_chunk)
     worth = engine.resumes and not request.params.top_logprobs and count >= CHUNK_STEPS * chunks * engine.slots
     return count if worth else 0
@@ -62,6 +64,9 @@ def check(request: Request, engine: EngineConfig, vocab: int) -> None:
     if len(request.logprobs) > len(request.tokens) or len(request.tokens) > p.max_new_tokens:
         raise ValueError(f"request {uid}: {len(request.logprobs)} log-probs for {len(request.tokens)} tokens, and "
                          f"max_new_tokens {p.max_new_tokens}; each is at most the next")
+    if not 0 <= request.stale <= len(request.logprobs):
+        raise ValueError(f"request {uid}: stale {request.stale}, but {len(request.logprobs)} log-probs: tokens of older "
+                         f"weights have theirs")
     if 0 < engine.new_tokens < p.max_new_tokens:
         raise ValueError(f"request {uid}: {p.max_new_tokens} new tokens; the engine is made for {engine.new_tokens}")
     if len(request.context) + p.max_new_tokens > engine.cache_len:

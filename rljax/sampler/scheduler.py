@@ -57,7 +57,6 @@ class Scheduler:
         self.queue: collections.deque[Request] = collections.deque()
         self.slots: list[Request | None] = [None] * engine.config.slots
         self.tables, self.chunks = engine.tables(), list[Chunk]()
-        self._entered = [0] * engine.config.slots  # when: a rising number
         self._clock = 0
         self._long: Long | None = None
         # A dispatch that runs, and whom it serves: (slot, request) of each row.
@@ -79,7 +78,7 @@ class Scheduler:
                 raise ValueError(f"request {request.uid}: another with this uid is in flight; uids are unique")
             uids.add(request.uid)
         for request in requests:
-            request.end_reason, request.text = "", None
+            request.end_reason, request.text, request.entered = "", None, 0
         self._enqueue(requests)
 
     @property
@@ -153,9 +152,11 @@ class Scheduler:
 
     def _refill(self, params: Params) -> None:
         """Fill free slots from the queue. While others decode, at most one prefill program runs, so that they go on."""
-        decoding = any(self.slots)
+        decoding, waiting = any(self.slots), list(itertools.islice(self.queue, len(self.slots)))
+        if self._long and self._long.request and not any(self._long.request is request for request in waiting):
+            self._long = None  # those who gave way came before it: they may need what it holds up
         # Prompts that nobody reads stay only for those who come next: the others may need the room.
-        keep = {request.prompt for request in itertools.islice(self.queue, len(self.slots))}
+        keep = {request.prompt for request in waiting}
         self.tables.drop(keep | ({self._long.prompt.tokens} if self._long and self._long.prompt else set()))
         self._join(params)
         while self.queue and None in self.slots:
@@ -168,26 +169,37 @@ class Scheduler:
                 return
 
     def _join(self, params: Params) -> None:
-        """Let waiting requests whose prompt is stored take free slots, in the queue's order."""
+        """Let waiting requests whose prompt is stored take free slots, in the queue's order. One that needs many pages
+        at once, for what was prefilled, is not overtaken."""
         left, placed = [], []
         while self.queue and None in self.slots and len(left) < len(self.slots):
             request = self.queue.popleft()
-            (placed if self._place(request) else left).append(request)
+            ready = self._ready(request)
+            if ready and self._has_pages(request):
+                self._place(request, ready)
+                placed.append(request)
+                continue
+            left.append(request)
+            if ready and request.prefilled:
+                break
         self.queue.extendleft(reversed(left))
         for request in placed:
             if request.params.prompt_logprobs and request.prompt_logprobs is None:
                 request.prompt_logprobs = self.engine.prompt_logprobs(params, request.context)
 
-    def _place(self, request: Request) -> bool:
+    def _ready(self, request: Request) -> Prompt | None:
+        """The stored prompt of a request that could enter if there were pages."""
         prompt = self.tables.find(request.prompt)
-        # Some pages are left for those that decode, or the new one would soon have to give its page back.
+        loaded = self._long and self._long.request is request and self._long.complete
+        return prompt if prompt and prompt.ready and (loaded or not request.prefilled) else None
+
+    def _has_pages(self, request: Request) -> bool:
+        # Some are left for those that decode, or the new one would soon have to give its page back.
         scarce = self.engine.pages[0] < len(self.slots) * self.engine.config.columns[0]
         reserve = sum(slot is not None for slot in self.slots) // RESERVE * scarce
-        needed = 1 + request.prefilled // self.engine.config.page
-        if prompt is None or not prompt.ready or len(self.tables.own_pool) < needed + reserve:
-            return False
-        if request.prefilled and not (self._long and self._long.request is request and self._long.complete):
-            return False
+        return len(self.tables.own_pool) > request.prefilled // self.engine.config.page + reserve
+
+    def _place(self, request: Request, prompt: Prompt) -> None:
         index, shared = self.slots.index(None), prompt.readers > 0
         self.tables.join(index, prompt)
         if request.prefilled:
@@ -195,10 +207,9 @@ class Scheduler:
             self.engine.insert_own(self.chunks, self._long.prefix, pages, len(request.prompt))
             self._long = None
         self.tables.grow(index)
-        self.slots[index], self._entered[index] = request, self._clock
         self._clock += 1
+        self.slots[index], request.entered = request, request.entered or self._clock
         self._counts["shared_tokens"] += len(request.context) * shared
-        return True
 
     def _prefill(self, params: Params) -> bool:
         """Store the prompts that wait longest, as many as one program takes, also some that come soon; False where none
@@ -270,10 +281,11 @@ class Scheduler:
         self._counts["dispatches"] += 1
 
     def _find_pages(self) -> None:
-        """A page for what each slot writes next, for the oldest first; where none is left, the youngest gives way."""
-        for index in sorted((i for i, r in enumerate(self.slots) if r), key=lambda i: self._entered[i]):
+        """A page for what each slot writes next, for the oldest first; where none is left, the youngest gives way. It
+        keeps its age: else one that had to wait for many pages would always be the youngest."""
+        for index in sorted((i for i, r in enumerate(self.slots) if r), key=lambda i: self.slots[i].entered):
             while self.slots[index] and not self.tables.grow(index):
-                youngest = max((i for i, r in enumerate(self.slots) if r), key=lambda i: self._entered[i])
+                youngest = max((i for i, r in enumerate(self.slots) if r), key=lambda i: self.slots[i].entered)
                 request = self.slots[youngest]
                 self._enqueue([request], first=True)
                 self._leave(youngest)

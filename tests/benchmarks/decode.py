@@ -13,10 +13,12 @@ contestant has a process and an environment of its own and all cores, is warmed 
 turns. `peer_*.py` say how each is driven. "First token" is the whole work with one new token a sequence (tunix's loop
 does one step more). Compilations are those that JAX reports. Before the table's numbers are worth anything the
 contestants must agree on the greedy continuation of the first prompt: it says so. Below it stands what the machine
-allows (`limit.py`). --growth is rljax alone: seconds per token of decoding with 8 short and with 8 long prompts.
+allows (`limit.py`). --growth is rljax alone: seconds per token of decoding with 8 short and with 8 long prompts. So is
+--resumed: seconds of 8 responses that go on behind 1,024 tokens of older weights, prefilled and fed one by one.
 
     python tests/benchmarks/decode.py --work all --torch-env .venv-torch --tunix-env .venv-tunix --repeats 3
     python tests/benchmarks/decode.py --growth
+    python tests/benchmarks/decode.py --resumed
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ WORKERS = {"rljax": "peer_rljax", "torch": "peer_torch", "tunix": "peer_tunix", 
 SLOTS = {"a": 64, "b": 48, "c": 8}
 CACHE = {"a": 8192, "b": 7424, "c": 6144}  # positions
 MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.8, 8, 256  # response lengths of work b
+RESUMED_SLOTS, RESUMED_PROMPT, RESUMED_DRAWN, RESUMED_NEW = 8, 100, 1025, 32
 GROWTH_SLOTS, GROWTH_PROMPTS, GROWTH_NEW, GROWTH_TARGET = 8, (64, 512), 48, 1.3
 
 
@@ -116,11 +119,26 @@ def growth(options) -> None:
           f"to be less than {GROWTH_TARGET}")
 
 
+def resumed(options) -> None:
+    """Seconds of going on under new weights behind what older ones drew."""
+    draw, drawn = random.Random(options.seed), RESUMED_DRAWN
+    work = _work(options, draw, [RESUMED_PROMPT], [[drawn + RESUMED_NEW] * RESUMED_SLOTS], RESUMED_SLOTS,
+                 options.cache_tokens or 2 * RESUMED_SLOTS * drawn)
+    rljax = common.Contestant("rljax", __file__, work | {"resumes": True}, options)
+    runs = [[rljax.run(drawn=drawn, stale=stale) for stale in (drawn, 0)] for _ in range(options.repeats)]
+    rljax.close()
+    print(f"rljax, {RESUMED_SLOTS} responses of {drawn} tokens and {RESUMED_NEW} more, {options.repeats} turns; "
+          f"{common.machine()}")
+    for one in zip(*runs):
+        print(f"{one[0]['prefilled']} tokens prefilled: {statistics.median(run['seconds'] for run in one):.1f} s")
+
+
 def main() -> None:
-    """The options; then each work in turn, or the growth."""
+    """The options; then each work in turn, or the growth or what is resumed."""
     options = common.parser(__doc__, peers=("torch", "tunix"))
     options.add_argument("--work", choices=[*SLOTS, "all"], default="a")
     options.add_argument("--growth", action="store_true", help="rljax alone: does a token cost more after many others?")
+    options.add_argument("--resumed", action="store_true", help="rljax alone: going on behind older weights' tokens")
     options.add_argument("--contestants", nargs="+", choices=["rljax", "torch", "tunix"],
                          default=["rljax", "torch", "tunix"])
     options.add_argument("--slots", type=int, help="rljax: sequences at a time (default: by work)")
@@ -132,8 +150,8 @@ def main() -> None:
     options = options.parse_args()
     if options.worker:
         return common.serve(importlib.import_module(WORKERS[options.worker]).worker)
-    if options.growth:
-        return growth(options)
+    if options.growth or options.resumed:
+        return growth(options) if options.growth else resumed(options)
     for name in SLOTS if options.work == "all" else [options.work]:
         compare(options, name)
 

@@ -31,7 +31,7 @@ def make_scheduler(work: dict[str, Any]):
         slots=work["slots"], cache_len=max(prompts) + new, new_tokens=new, prompt_buckets=tuple(buckets),
         prefill_rows=min(16, len(prompts)), steps_per_dispatch=work["steps"], stop_ids=(), vocab_known=cfg.vocab_size,
         prefill_chunk=PREFILL_CHUNK, members=max(map(len, work["lengths"])), row_levels=4,
-        cache_tokens=work["cache_tokens"],
+        cache_tokens=work["cache_tokens"], resumes=work.get("resumes", False),
     ), mesh)
     jax.block_until_ready(params)
     copy: list[Any] = [None]
@@ -83,6 +83,16 @@ def worker(work: dict[str, Any]):
         scheduler.release()
         return {"per_token": took / tokens}
 
+    def resume(drawn: int, stale: int) -> dict[str, Any]:
+        """All goes on behind `drawn` tokens, the first `stale` of which count as older weights'."""
+        asked = requests(work["prompts"], work["lengths"])
+        for request in asked:
+            request.tokens = [1000 + index % 1000 for index in range(drawn)]
+            request.logprobs, request.stale = [-1.0] * drawn, stale
+        complete(scheduler, weights(), asked)
+        scheduler.release()
+        return {"prefilled": asked[0].prefilled}
+
     start = time.perf_counter()
     scheduler.engine.warmup(weights())
     few = [[min(GREEDY, max(map(max, work["lengths"])))]]
@@ -91,4 +101,4 @@ def worker(work: dict[str, Any]):
     report = {"load": loaded, "warm": time.perf_counter() - start, "resident": resident, "greedy": greedy,
               "compilations": len(compilations),
               "settings": f"jax {jax.__version__}, {work['slots']} slots, {work['steps']} steps per dispatch"}
-    return report, lambda **how: decode(**how) if "start" in how else run(**how)
+    return report, lambda **how: (decode if "start" in how else resume if "drawn" in how else run)(**how)
