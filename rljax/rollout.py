@@ -107,8 +107,9 @@ class Rollout:
         drawn, prompt = len(sample.response_tokens), list(sample.prompt_tokens)
         left = remaining_budget(sampling.max_new_tokens, drawn, self.scheduler.engine.config.cache_len, len(prompt))
         limited = dataclasses.replace(sampling, max_new_tokens=drawn + left)
+        old = next((index for index, drawn_by in enumerate(sample.versions) if drawn_by == version), drawn)
         return Request(sample.uid, prompt, limited, list(sample.response_tokens), list(sample.logprobs),
-                       stale=next((n for n, drawn_by in enumerate(sample.versions) if drawn_by == version), drawn))
+                       stale=min(old, len(sample.logprobs)))
 
     def _finish(self, sample: Sample, request: Request, version: int) -> None:
         _extend(sample, request, version)
