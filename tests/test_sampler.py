@@ -569,6 +569,18 @@ def test_eight_devices_in_any_order_are_bitwise_the_same(meshed):
         assert "fsdp" not in str(leaf.sharding.spec), "decoding must not gather weights"
 
 
+def test_what_is_resumed_on_eight_devices_agrees(monkeypatch):
+    monkeypatch.setattr(asked, "CHUNK_STEPS", 1)
+    shape = dataclasses.replace(tiny.SHAPE, prefill_chunk=16, resumes=True)
+    engine = Engine(tiny.CONFIG, shape, sharding.make_mesh(2, 2, 2))
+    weights, whole = engine.weights(tiny.master()), request(1, new=30, temperature=0.0, min_new_tokens=30)
+    draw([whole], weights, Scheduler(engine))
+    part = dataclasses.replace(whole, tokens=whole.tokens[:25], logprobs=whole.logprobs[:25], stale=25)
+    draw([part], weights, Scheduler(engine))
+    assert part.prefilled == 24 and part.tokens == whole.tokens
+    np.testing.assert_allclose(part.logprobs, whole.logprobs, atol=1e-5)
+
+
 def test_slots_that_the_mesh_does_not_divide_are_refused():
     with pytest.raises(ValueError, match="slots 6 and prefill rows 4 must be multiples of the mesh's 4"):
         Engine(tiny.CONFIG, dataclasses.replace(tiny.SHAPE, slots=6), sharding.make_mesh(2, 2, 2))
