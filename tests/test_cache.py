@@ -152,6 +152,17 @@ def test_a_long_prompt_aborted_between_its_parts_starts_again():
     same(long, draw([request(1, 25, 4)], scheduler=Scheduler(tight()))[0])
 
 
+def test_a_prefill_program_also_takes_prompts_that_come_soon(monkeypatch):
+    """One of two slots is free, two prompts wait: both are stored by one program."""
+    engine, stored = tiny.Scripted({}, slots=2), []
+    monkeypatch.setattr(engine, "prefill", lambda params, prompts, bucket: stored.append(len(prompts)))
+    scheduler = Scheduler(engine)
+    scheduler.submit([request(uid, 5, new) for uid, new in enumerate((4, 40, 8, 8))])
+    while scheduler.busy:
+        scheduler.step({})
+    assert stored == [2, 2]
+
+
 RESUMES = dataclasses.replace(tiny.SHAPE, prefill_chunk=16, resumes=True)
 
 
