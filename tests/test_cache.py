@@ -294,6 +294,24 @@ def test_a_resumed_request_is_not_starved():
     assert part.prefilled == 696 and part.end_reason == "length"
 
 
+def test_a_resumed_request_that_waits_for_pages_is_not_overtaken():
+    scheduler = Scheduler(tiny.Scripted(
+        {}, cache_len=1024, prompt_buckets=(64,), steps_per_dispatch=8, prefill_chunk=256, new_tokens=960,
+        cache_tokens=20 * 64, resumes=True))
+    scheduler.submit([Request(uid, [5] * 30, SamplingParams(600)) for uid in (1, 2)])
+    for _ in range(45):
+        scheduler.step({})
+    part = Request(4, [7] * 30, SamplingParams(900), [2] * 700, [-0.5] * 700, stale=700)
+    scheduler.submit([part])
+    while not (scheduler._long and scheduler._long.complete):
+        scheduler.step({})
+    other = Request(5, [5] * 30, SamplingParams(600))
+    scheduler.submit([other])
+    while not part.entered:
+        assert not other.entered
+        scheduler.step({})
+
+
 def test_resumed_requests_in_a_tight_cache(soon):
     """Pages for two of six: they wait for each other and for long prompts, and all end as alone."""
     engine = resuming(parts=1, slots=6, cache_tokens=14 * 8)
