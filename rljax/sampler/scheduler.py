@@ -4,7 +4,7 @@
 caller does with those happens while the device decodes. `abort` takes requests out with what they have drawn; an
 aborted request may be submitted again and goes on bit for bit as if it had never stopped, and so does one that had to
 give its pages to older ones: their tokens are fed again. What older weights drew (`Request.stale`) is prefilled where
-that is faster, and again so later. Nothing here depends on time: the same calls give the same dispatches.
+that should be faster, and again so later. Nothing here depends on time: the same calls give the same dispatches.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ turns. `peer_*.py` say how each is driven. "First token" is the whole work with 
 does one step more). Compilations are those that JAX reports. Before the table's numbers are worth anything the
 contestants must agree on the greedy continuation of the first prompt: it says so. Below it stands what the machine
 allows (`limit.py`). --growth is rljax alone: seconds per token of decoding with 8 short and with 8 long prompts. So is
---resumed: seconds of 8 responses that go on behind 1,024 tokens of older weights, prefilled and fed one by one.
+--resumed: seconds of 8 responses that go on behind 1,025 tokens of older weights, prefilled and fed one by one.
 
     python tests/benchmarks/decode.py --work all --torch-env .venv-torch --tunix-env .venv-tunix --repeats 3
     python tests/benchmarks/decode.py --growth
