@@ -26,6 +26,7 @@ from rljax.critic import Critic
 from rljax.data import Mixture, PromptSource, parse_mixture
 from rljax.evaluation import EvalSet
 from rljax.experience import TokenWeights
+from rljax.kernels import cpu
 from rljax.models import ModelConfig
 from rljax.optimizer import OptimizerConfig
 from rljax.policy import LossConfig
@@ -297,20 +298,22 @@ def engine_config(config: ConfigDict, cfg: ModelConfig, tok: tokenizer.Tokenizer
         stop_ids=tuple(sorted({*tok.stop_ids, *config.rollout.stop_token_ids})),
         vocab_known=min(tok.vocab_size, cfg.vocab_size), dtype=dtype, seed=config.train.seed,
         members=min(max(config.rollout.n_samples_per_prompt, config.eval.n_samples), MOST_MEMBERS),
-        cache_tokens=room, cache_dtype=cache_dtype, **_programs(cfg, dtype, fitting[0]),
+        cache_tokens=room, cache_dtype=cache_dtype, **_programs(cfg, dtype, cache_dtype, fitting[0], mesh),
         int8_weights=sampler.weight_dtype == "int8", alternatives=sampler.top_logprobs,
     )
 
 
-def _programs(cfg: ModelConfig, dtype: Any, cache_len: int) -> dict[str, Any]:
+def _programs(cfg: ModelConfig, dtype: Any, cache_dtype: Any, cache_len: int, mesh: Mesh) -> dict[str, Any]:
     """How decoding is compiled on this backend. A CPU's time goes with the rows of a program, and in float32 it mostly
     gives each row the same bits in any of them; others gain little."""
     backend = jax.default_backend()
     if backend != "cpu":
         return {"kernel": backend if backend in KERNELS else "xla", "page_len": PAGE}
-    ladder = dtype == jnp.float32 and not cfg.num_experts and jax.process_count() == 1
-    return {"parts": CPU_PARTS if cache_len > SHORT_CACHE else 1, "row_levels": CPU_ROW_LEVELS if ladder else 1,
-            "page_len": CPU_PAGE}
+    levels = CPU_ROW_LEVELS if dtype == jnp.float32 and not cfg.num_experts and jax.process_count() == 1 else 1
+    shared = {"row_levels": levels, "page_len": CPU_PAGE}
+    if dtype == jnp.float32 and cache_dtype in (jnp.float32, jnp.int8) and mesh.size == 1 and cpu.available():
+        return {"kernel": "cpu", **shared}
+    return {"parts": CPU_PARTS if cache_len > SHORT_CACHE else 1, **shared}
 
 
 def _multiple(count: int, of: int) -> int:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from rljax import sharding
+from rljax.kernels import cpu
 from rljax.models import ModelConfig, Rope, decoder
 from rljax.sample import SamplingParams
 from rljax.sampler.decode import Drawn
@@ -29,6 +30,11 @@ SHAPE = EngineConfig(slots=8, cache_len=48, prompt_buckets=(8, 16, 32), prefill_
 
 def one_device() -> Any:
     return sharding.make_mesh(devices=jax.devices()[:1])
+
+
+def kernel() -> str:
+    """What a run takes on this machine."""
+    return "cpu" if cpu.available() else "xla"
 
 
 @functools.cache

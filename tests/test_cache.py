@@ -20,7 +20,6 @@ from rljax.sampler import requests as asked
 from rljax.sampler.decode import Slots
 from rljax.sampler.engine import Engine
 from rljax.sampler.scheduler import Request, Scheduler
-from rljax.sampler.weights import left_product, left_rows, product
 
 TRITON = "__gpu$xla.gpu.triton"
 TIGHT = dataclasses.replace(tiny.SHAPE, slots=6, cache_tokens=14 * 8, prefill_chunk=8, parts=1)
@@ -457,25 +456,7 @@ def test_decoding_with_kernels_lowers_for_accelerators(platform, kernel):
     tables = engine.tables().of([], 8)
     args = abstract((Slots.idle(8), tables, np.zeros((8, shape.steps_per_dispatch), np.int32)))
     with jax.set_mesh(mesh):
-        program = jax.jit(functools.partial(decode.generate, tiny.CONFIG, shape, product))
+        program = jax.jit(functools.partial(decode.generate, tiny.CONFIG, shape))
         made = export.export(program, platforms=[platform],
                              disabled_checks=[export.DisabledSafetyCheck.custom_call(TRITON)])(weights, chunks, *args)
     assert ("tpu_custom_call" if platform == "tpu" else TRITON) in made.mlir_module()
-
-
-def test_products_with_the_matrix_on_the_left_keep_the_bits_of_each_row():
-    """With other numbers than those that `left_rows` looked at, and rows in another order."""
-    counts, weights = (8, 12, 24, 32, 48, 64), tiny.weights()
-    left = left_rows(weights, counts)
-    draw, on_left = np.random.default_rng(5), jax.jit(left_product)
-    for name in ("q_proj", "up_proj", "down_proj"):
-        matrix = weights["layers"][0][name]
-        x = draw.standard_normal((64, matrix.shape[1]), np.float32)
-        for count in counts:
-            made, rows = np.asarray(on_left(x[:count], matrix)), x[count - 1 :: -1]
-            np.testing.assert_allclose(made, x[:count] @ np.asarray(matrix).T, rtol=1e-4, atol=1e-5)
-            if left == set(counts):
-                np.testing.assert_array_equal(made[:8], np.asarray(on_left(x, matrix))[:8], f"{name}, {count} rows")
-                np.testing.assert_array_equal(made, np.asarray(on_left(rows, matrix))[::-1], f"{name}, {count} rows")
-            elif count in left:
-                np.testing.assert_array_equal(made, jax.jit(product)(x[:count], matrix), f"{name}, {count} rows")

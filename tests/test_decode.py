@@ -31,7 +31,8 @@ def loaded():
     cfg, params = models.load(smollm2())
     engine = Engine(cfg, EngineConfig(
         slots=32, cache_len=256, prompt_buckets=(128,), prefill_rows=2, steps_per_dispatch=8, stop_ids=(2,),
-        vocab_known=cfg.vocab_size, members=4, row_levels=3, cache_tokens=8192), tiny.one_device())
+        vocab_known=cfg.vocab_size, members=4, row_levels=3, cache_tokens=8192,
+        kernel=tiny.kernel()), tiny.one_device())
     weights = engine.weights(params)
     engine.warmup(weights)
     return cfg, params, engine, weights

@@ -162,7 +162,7 @@ def test_a_fair_coin_gives_distinct_samples():
 def golden_engine(name):
     cfg, params = loaded(name)
     shape = EngineConfig(slots=4, cache_len=40, prompt_buckets=(17,), prefill_rows=2, steps_per_dispatch=12,
-                         stop_ids=(), vocab_known=cfg.vocab_size)
+                         stop_ids=(), vocab_known=cfg.vocab_size, kernel=tiny.kernel())
     engine = Engine(cfg, shape, tiny.one_device())
     return engine, engine.weights(params)
 

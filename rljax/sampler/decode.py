@@ -18,9 +18,8 @@ import numpy as np
 
 from rljax.models import decoder
 from rljax.models.config import ModelConfig
-from rljax.models.decoder import Product
 from rljax.sample import MOST_BIASES
-from rljax.sampler import cache, prefill, sampling
+from rljax.sampler import cache, prefill, sampling, weights
 from rljax.sampler.cache import Chunk, Pages, Tables
 from rljax.types import Params
 
@@ -83,7 +82,7 @@ class EngineConfig:
     int8_weights: bool = False
     alternatives: int = 0  # most likely tokens whose log-probs are returned
     page_len: int = 64  # positions of a page, at most; it is a multiple of the steps of a dispatch
-    kernel: str = "xla"  # of attention over pages: see `ops.page_attention`
+    kernel: str = "xla"  # of attention over pages (see `ops.page_attention`); "cpu": also of products, for one device
 
     @property
     def page(self) -> int:
@@ -117,24 +116,26 @@ class EngineConfig:
         return -(-most_own // unit) * unit, -(-most_prompt // unit) * unit
 
 
-def decode_step(cfg: ModelConfig, dtype: Any, product: Product, params: Params, tokens: jax.Array,
-                positions: jax.Array, attend: Callable) -> jax.Array:
-    """Feed each slot's token: logits [S, V] float32 of the next. attend(layer, q, k, v, window), as `decoder`'s;
-    product(x, matrix, dtype), as those of `weights`."""
+def decode_step(cfg: ModelConfig, engine: EngineConfig, params: Params, tokens: jax.Array, positions: jax.Array,
+                attend: Callable) -> jax.Array:
+    """Feed each slot's token: logits [S, V] float32 of the next. attend(layer, q, k, v, window), as `decoder`'s."""
+    product = functools.partial(weights.product, kernel=engine.kernel)
     cos, sin = decoder.rope_tables(cfg, positions)
-    x = decoder.embed(cfg, params, tokens, dtype)
-    for index, (weights, (window, table)) in enumerate(zip(params["layers"], prefill.per_layer(cfg), strict=True)):
+    x = decoder.embed(cfg, params, tokens, engine.dtype)
+    for index, (leaves, (window, table)) in enumerate(zip(params["layers"], prefill.per_layer(cfg), strict=True)):
         kind = decoder.LayerKind(window, cos[table], sin[table])
-        x = decoder.layer(cfg, kind, weights, x, functools.partial(attend, index), product)
+        x = decoder.layer(cfg, kind, leaves, x, functools.partial(attend, index), product)
     head = functools.partial(product, dtype=jnp.float32)
     return decoder.logits(cfg, params, decoder.final_norm(cfg, params, x), head)
 
 
-def _attention(cfg: ModelConfig, kernel: str, chunks: Sequence[Chunk], own: cache.Reads, prompt: cache.Reads,
-               staged: cache.Reads):
+def _attention(cfg: ModelConfig, engine: EngineConfig, chunks: Sequence[Chunk], tables: Tables):
     """attend(step, positions, keys, values, index, q, window): over both pools and what is staged, up to `step`."""
     scores = {"scale": cfg.attention_scale, "softcap": cfg.attention_softcap}
-    how = {**scores, "kernel": kernel}
+    if engine.kernel == "cpu":
+        return _one_kernel(cfg, scores, *chunks, tables)
+    how = {**scores, "kernel": engine.kernel}
+    own, prompt, staged = _who_reads(engine, chunks, tables)
 
     def attend(step, positions, keys, values, index, q, window):
         slots, heads, width = q.shape
@@ -147,6 +148,18 @@ def _attention(cfg: ModelConfig, kernel: str, chunks: Sequence[Chunk], own: cach
             cache.page_partials(q, [Pages(keys, values)], here, positions, window, **scores),
         ]
         return cache.merge(parts).astype(q.dtype).reshape(slots, heads, width)
+
+    return attend
+
+
+def _one_kernel(cfg: ModelConfig, scores: dict[str, float], chunk: Chunk, tables: Tables):
+    """`_attention` by a kernel that goes from slots to pages, and so needs no `Reads` and leaves nothing to merge."""
+    from rljax.kernels import cpu
+
+    def attend(step, positions, keys, values, index, q, window):
+        grouped = q.reshape(q.shape[0], cfg.num_kv_heads, -1, q.shape[2])
+        return cpu.attention(grouped, chunk.prompt[index], chunk.own[index], Pages(keys, values), tables, positions,
+                             step, window=window, **scores).reshape(q.shape)
 
     return attend
 
@@ -164,8 +177,8 @@ def _who_reads(engine: EngineConfig, chunks: Sequence[Chunk], tables: Tables):
     return own, prompt, staged
 
 
-def generate(cfg: ModelConfig, engine: EngineConfig, product: Product, params: Params, chunks: tuple[Chunk, ...],
-             slots: Slots, tables: Tables, forced: jax.Array) -> tuple[Drawn, tuple[Chunk, ...]]:
+def generate(cfg: ModelConfig, engine: EngineConfig, params: Params, chunks: tuple[Chunk, ...], slots: Slots,
+             tables: Tables, forced: jax.Array) -> tuple[Drawn, tuple[Chunk, ...]]:
     """Up to T tokens for every busy slot, stopping early when none is left, and the chunks with what was fed.
 
     forced [S, T] int32: tokens to take in place of a draw, which no stop id ends; -1 = draw.
@@ -174,7 +187,7 @@ def generate(cfg: ModelConfig, engine: EngineConfig, product: Product, params: P
     stop_ids = jnp.asarray(engine.stop_ids, jnp.int32)
     root = jax.random.key(engine.seed)
     seeds = jax.vmap(lambda uid: jax.random.fold_in(root, uid))(slots.uids)
-    attention = _attention(cfg, engine.kernel, chunks, *_who_reads(engine, chunks, tables))
+    attention = _attention(cfg, engine, chunks, tables)
     special = slots.knobs.special()
 
     def body(carry):
@@ -187,7 +200,7 @@ def generate(cfg: ModelConfig, engine: EngineConfig, product: Product, params: P
             return attention(step, positions, keys[index], values[index], index, q, window)
 
         keys, values = list(keys), list(values)
-        logits = decode_step(cfg, engine.dtype, product, params, tokens, positions, attend)
+        logits = decode_step(cfg, engine, params, tokens, positions, attend)
         uniform = jax.vmap(jax.random.uniform)(jax.vmap(jax.random.fold_in)(seeds, positions + 1))
         barred = step < slots.hold
         given = forced[:, step]

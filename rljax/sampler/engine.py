@@ -22,13 +22,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax import sharding
+from rljax.kernels import cpu
 from rljax.models.config import ModelConfig
 from rljax.sampler import cache, decode, prefill
 from rljax.sampler.cache import PAGE_AXES, RULES, Chunk, Pages, Tables
 from rljax.sampler.decode import Drawn, EngineConfig, Slots
 from rljax.sampler.pages import PageTables
 from rljax.sampler.prefill import Prefix
-from rljax.sampler.weights import Converter, left_product, left_rows, product
+from rljax.sampler.weights import Converter
 from rljax.types import Params
 
 __all__ = ["Engine", "EngineConfig"]
@@ -45,6 +46,8 @@ class Engine:
         if engine.slots % shards or engine.prefill_rows % shards:
             raise ValueError(f"slots {engine.slots} and prefill rows {engine.prefill_rows} must be multiples of the "
                              f"mesh's {shards} data shards")
+        if engine.kernel == "cpu":
+            _check_cpu(engine, mesh)
         self.cfg, self.config, self.mesh, self.shards = cfg, engine, mesh, shards
         self.pages = engine.pages(shards)
         self.slot = sharding.named(("slots",), RULES, mesh)  # also of [S, ...]
@@ -54,9 +57,6 @@ class Engine:
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._warming = False
         self.row_counts = [engine.slots]  # of the decoding programs in use, ascending
-        self._left: dict[tuple[int, ...], frozenset[int]] = {}  # see `_product`
-        one_cpu = jax.process_count() == 1 and mesh.devices.flat[0].platform == "cpu"
-        self._may_turn = one_cpu and engine.dtype == jnp.float32
 
     # --- the cache ---------------------------------------------------------------------------------------------------
 
@@ -105,8 +105,7 @@ class Engine:
     def prefill(self, params: Params, prompts: Sequence[Sequence[int]], bucket: int) -> Prefix:
         """Keys and values of up to `rows(bucket)` prompts (without the token that decoding feeds first)."""
         batch = _padded(prompts, self.rows(bucket), bucket)
-        made = functools.partial(prefill.prefill, self.cfg, self.config.dtype, self.config.page,
-                                 self._product(params, self.rows(bucket) * bucket))
+        made = functools.partial(prefill.prefill, self.cfg, self.config.dtype, self.config.page)
         how = {"out_shardings": _prefix_sharding(self.cfg, self.mesh, self.slot.spec[0])}
         return self._run("prefill", (bucket,), made, how, params, *sharding.to_devices(batch, self.slot))
 
@@ -130,7 +129,7 @@ class Engine:
         tokens, _ = _padded([sequence[start : start + size]], 1, size)
         tokens, start = sharding.to_devices((tokens, np.int32(start)), sharding.replicated(self.mesh))
         how = {"donate_argnums": 1, "out_shardings": _prefix_sharding(self.cfg, self.mesh, None)}
-        made = functools.partial(prefill.extend, self.cfg, self.config.dtype, self._product(params, size))
+        made = functools.partial(prefill.extend, self.cfg, self.config.dtype)
         return self._run("extend", (prefix[1][0].shape[2],), made, how, params, prefix, tokens, start)
 
     def insert(self, chunks: list[Chunk], prefix: Prefix, pages: Sequence[Sequence[int]]) -> None:
@@ -166,8 +165,7 @@ class Engine:
         """Log-prob of each token of `prompt` after those before it, at temperature 1, in nats; 0 for the first."""
         bucket = self.bucket(len(prompt))
         batch = sharding.to_devices(_padded([prompt], self.shards, bucket), self.slot)
-        made = functools.partial(prefill.prompt_logprobs, self.cfg, self.config.dtype,
-                                 self._product(params, self.shards * bucket))
+        made = functools.partial(prefill.prompt_logprobs, self.cfg, self.config.dtype)
         found = self._run("logprobs", (bucket,), made, {}, params, *batch)
         return sharding.to_host(found)[0, : len(prompt)].tolist()
 
@@ -178,21 +176,10 @@ class Engine:
         [rows, T] int32 (-1 = draw). `chunks` is changed in place."""
         how = {"donate_argnums": 1,
                "out_shardings": (Drawn(*[self.slot] * 5), (Chunk(self._layers, self._layers),) * len(chunks))}
-        ladder = tuple(self.config.rows(self.shards))
-        made = functools.partial(decode.generate, self.cfg, self.config, self._product(params, len(forced), ladder))
+        made = functools.partial(decode.generate, self.cfg, self.config)
         host = sharding.to_devices((slots, tables, forced), self.slot)
         drawn, chunks[:] = self._run("generate", (len(forced),), made, how, params, tuple(chunks), *host)
         return drawn
-
-    def _product(self, params: Params, rows: int, counts: tuple[int, ...] = ()) -> Any:
-        """How a program of `rows` rows, among those of `counts` that are to give the same bits, multiplies with
-        matrices: on a CPU with them on the left where it can."""
-        counts = counts or (rows,)
-        if not self._may_turn:
-            return product
-        if counts not in self._left:
-            self._left[counts] = left_rows(params, counts)
-        return left_product if rows in self._left[counts] else product
 
     # --- programs ----------------------------------------------------------------------------------------------------
 
@@ -275,6 +262,16 @@ class Engine:
             drawn = self.generate(params, chunks, slots, tables.of(range(busy), rows), forced)
             found.append(np.asarray(drawn.logprobs)[:busy])
         return np.stack(found)
+
+
+def _check_cpu(engine: EngineConfig, mesh: Mesh) -> None:
+    """The kernels of a CPU know one device, one chunk of the cache, and float32, of pages also int8."""
+    dtypes = engine.dtype, engine.cache_dtype or engine.dtype
+    if dtypes[0] != jnp.float32 or dtypes[1] not in (jnp.float32, jnp.int8) or engine.parts != 1 or mesh.size != 1:
+        raise ValueError(f"kernel 'cpu' takes float32, a cache of float32 or int8, 1 part and 1 device: got "
+                         f"{dtypes[0]}, {dtypes[1]}, {engine.parts} and {mesh.size}")
+    if not cpu.available():
+        raise ValueError("kernel 'cpu' is not there: a warning says why")
 
 
 def _return_freed_memory() -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from rljax import ops
 from rljax.models import decoder
 from rljax.models.config import ModelConfig
-from rljax.models.decoder import Product
+from rljax.sampler.weights import product
 from rljax.types import Params
 
 Prefix = tuple[list[jax.Array], list[jax.Array]]  # per layer keys [rows, K, h, L] and values [rows, K, L, h]
@@ -24,11 +24,11 @@ def per_layer(cfg: ModelConfig) -> list[tuple[int, int]]:
     return [(int(window), int(table)) for window, table in zip(windows, tables)]
 
 
-def run(cfg: ModelConfig, dtype: Any, product: Product, params: Params, tokens: jax.Array, lengths: jax.Array
+def run(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array, lengths: jax.Array
         ) -> tuple[jax.Array, Prefix]:
     """Hidden states [rows, bucket, D] before the final norm, and the keys and values, of whole prompts.
 
-    tokens [rows, bucket] int32, lengths [rows]; product: see `decoder.layer`.
+    tokens [rows, bucket] int32, lengths [rows].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
@@ -46,16 +46,16 @@ def run(cfg: ModelConfig, dtype: Any, product: Product, params: Params, tokens: 
     return x, (keys, values)
 
 
-def prefill(cfg: ModelConfig, dtype: Any, size: int, product: Product, params: Params, tokens: jax.Array,
+def prefill(cfg: ModelConfig, dtype: Any, size: int, params: Params, tokens: jax.Array,
             lengths: jax.Array) -> Prefix:
     """Keys and values of whole prompts, padded to pages of `size` positions."""
-    _, (keys, values) = run(cfg, dtype, product, params, tokens, lengths)
+    _, (keys, values) = run(cfg, dtype, params, tokens, lengths)
     more = -tokens.shape[1] % size
     return ([jnp.pad(k, ((0, 0), (0, 0), (0, 0), (0, more))) for k in keys],
             [jnp.pad(v, ((0, 0), (0, 0), (0, more), (0, 0))) for v in values])
 
 
-def extend(cfg: ModelConfig, dtype: Any, product: Product, params: Params, prefix: Prefix, tokens: jax.Array,
+def extend(cfg: ModelConfig, dtype: Any, params: Params, prefix: Prefix, tokens: jax.Array,
            start: jax.Array) -> Prefix:
     """The next chunk of one long prompt: tokens [1, chunk], at positions from `start` on; prefix [1, K, h, L] and
     [1, K, L, h] is filled up to there, and L holds the chunk. What is beyond the prompt's end is padding that nobody
@@ -118,11 +118,11 @@ def _attend_chunk(cfg: ModelConfig, q: jax.Array, keys: jax.Array, values: jax.A
     return out.reshape(1, -1, heads, width)[:, :chunk]
 
 
-def prompt_logprobs(cfg: ModelConfig, dtype: Any, product: Product, params: Params, tokens: jax.Array,
+def prompt_logprobs(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array,
                     lengths: jax.Array) -> jax.Array:
     """Log-prob of each prompt token after those before it, at temperature 1: [rows, bucket] float32, nats; the first
     and padding have 0."""
-    hidden, _ = run(cfg, dtype, product, params, tokens, lengths)
+    hidden, _ = run(cfg, dtype, params, tokens, lengths)
     hidden = decoder.final_norm(cfg, params, hidden)
     position = jnp.arange(tokens.shape[1])[None, :]
     shifted = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))

@@ -3,63 +3,36 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from rljax import sharding
+from rljax.kernels import cpu
 from rljax.models import decoder
 from rljax.models.config import ModelConfig
 from rljax.sampler.cache import quantize
 from rljax.types import Params
 
-MOST_COLUMNS = 4096  # of the head, that `left_rows` looks at
-
-
 def convert(cfg: ModelConfig, params: Params, dtype: Any, int8: bool = False) -> Params:
     """Cast to `dtype`, layers as a list of trees: slicing stacked weights inside a decoding loop would copy them all.
 
-    Matrices of a layer are stored [out, in]: then, on a CPU in float32, a row of a product has the same bits whatever
-    the number of rows. int8: they become int8 with a float32 scale [out] beside them. Experts' do not change.
+    Matrices of a layer are stored [out, in]: then, on a CPU in float32, a row of a product mostly has the same bits
+    whatever the number of rows, and the kernel reads them as they lie. int8: they become int8 with a float32 scale [out] beside them. Experts' do not change.
     """
     cast = jax.tree.map(lambda x: x.astype(dtype), {name: params[name] for name in params if name != "layers"})
     layers = [{name: x[i] for name, x in params["layers"].items()} for i in range(cfg.num_layers)]
     return {**cast, "layers": [_converted(layer, dtype, int8) for layer in layers]}
 
 
-def product(x: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Array:
-    """x [N, in] times a matrix [out, in] of the copy: [N, out] in `dtype` (None = x's)."""
+def product(x: jax.Array, matrix: jax.Array, dtype: Any = None, kernel: str = "xla") -> jax.Array:
+    """x [N, in] times a matrix [out, in] of the copy: [N, out] in `dtype` (None = x's). kernel: "xla", or "cpu" for
+    that of `kernels/`."""
+    if kernel == "cpu":
+        return cpu.product(x, matrix)
     return jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-
-
-def left_product(x: jax.Array, matrix: jax.Array, dtype: Any = None) -> jax.Array:
-    """`product` with the matrix on the left. There a CPU reads it as it lies; on the right it is packed first, which
-    takes longer than to multiply it with few rows. The barriers keep XLA from turning it round again."""
-    turned = jax.lax.optimization_barrier(x.T)
-    return jax.lax.optimization_barrier(jnp.matmul(matrix, turned, preferred_element_type=dtype)).T
-
-
-def left_rows(params: Params, counts: Sequence[int]) -> frozenset[int]:
-    """Of programs for so many rows each, those that may take `left_product` so that a row has the same bits in all and
-    at any place: all, if its bits depend on neither; else those where it gives the bits of `product`.
-
-    `params`: a copy, or its shapes.
-    """
-    draw, right, left = np.random.default_rng(0), jax.jit(product), jax.jit(left_product)
-    shapes = {leaf.shape for name, leaf in params["layers"][0].items() if _is_matrix(name, leaf)}
-    vocab, width = params["embed"].shape
-    alike, independent = set(counts), True
-    for out, inner in sorted(shapes | {(min(vocab, MOST_COLUMNS), width)}):
-        x, matrix = (draw.standard_normal((count, inner), np.float32) for count in (max(counts), out))
-        made = {count: np.asarray(left(x[:count], matrix)) for count in counts}
-        alike -= {count for count in counts if not np.array_equal(made[count], right(x[:count], matrix))}
-        independent &= all(np.array_equal(y, made[max(counts)][: len(y)]) for y in made.values())
-        independent &= all(np.array_equal(y[::-1], left(x[: len(y)][::-1], matrix)) for y in made.values())
-    return frozenset(counts if independent else alike)
 
 
 def _is_matrix(name: str, leaf: Any) -> bool:

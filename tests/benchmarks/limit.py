@@ -2,7 +2,7 @@
 
 The rates, each the best of several tries in one turn: reading memory (a jitted sum over 256 MiB), and float32 matrix
 products by number of rows over weights of the model's shapes, all layers one after the other and so larger than the
-caches: the best of XLA's with the weights on the right and on the left, and NumPy's. Turns alternate with the
+caches: the best of XLA's, NumPy's and rljax's kernel. Turns alternate with the
 contestants', whose medians they are compared with.
 The bound counts every distinct prompt's products once, without attention, at the rate of 1,024 rows; then as many
 decoding steps as full slots need, each either its products or the reading of all weights, whichever takes longer; and
@@ -42,15 +42,16 @@ def worker(work: dict[str, Any]):
     import jax.numpy as jnp
     import numpy as np
 
-    from rljax.sampler.weights import left_product
+    from rljax.kernels import cpu
 
     size = sizes(work["model"])
     block, layers = jnp.ones(1 << 26, jnp.float32), _weights(size)
     turned = jax.device_put([{name: np.ascontiguousarray(w.T) for name, w in layer.items()} for layer in layers])
     summed, ways = jax.jit(jnp.sum), [
         (jax.jit(functools.partial(_products, jnp, jnp.matmul)), jax.device_put(layers)),
-        (jax.jit(functools.partial(_products, jnp, left_product)), turned),
         (functools.partial(_products, np, np.matmul), layers)]
+    if cpu.available():
+        ways.append((jax.jit(functools.partial(_products, jnp, cpu.product)), turned))
 
     def best(function, *arguments) -> float:
         jax.block_until_ready(function(*arguments))

@@ -16,6 +16,7 @@ def make_scheduler(work: dict[str, Any]):
     import jax
 
     from rljax import models, sharding
+    from rljax.kernels import cpu
     from rljax.models import decoder
     from rljax.sampler.engine import Engine, EngineConfig
     from rljax.sampler.scheduler import Scheduler
@@ -32,6 +33,7 @@ def make_scheduler(work: dict[str, Any]):
         prefill_rows=min(16, len(prompts)), steps_per_dispatch=work["steps"], stop_ids=(), vocab_known=cfg.vocab_size,
         prefill_chunk=PREFILL_CHUNK, members=max(map(len, work["lengths"])), row_levels=4,
         cache_tokens=work["cache_tokens"], resumes=work.get("resumes", False),
+        kernel="cpu" if cpu.available() else "xla",
     ), mesh)
     jax.block_until_ready(params)
     copy: list[Any] = [None]

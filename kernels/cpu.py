@@ -1,0 +1,94 @@
+"""Kernels for a CPU: `cpu_*.cc`, compiled for the machine at hand by its own C++ compiler, once."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+HEADER, SOURCES = FOLDER / "cpu.h", (FOLDER / "cpu_product.cc", FOLDER / "cpu_attention.cc")
+CACHE = pathlib.Path("~/.cache/rljax/kernels").expanduser()
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
+HANDLERS = {"rljax_product": "RljaxProduct", "rljax_attention": "RljaxAttention"}
+
+log = logging.getLogger(__name__)
+
+
+def _compile(cache: pathlib.Path) -> pathlib.Path:
+    """The library, made unless it is in `cache`; OSError that says why where it cannot be."""
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    compiler = next(filter(None, (shutil.which(name) for name in names if name)), None)
+    if compiler is None:
+        raise OSError("there is no C++ compiler (CXX, c++, g++ or clang++)")
+    flags = (*FLAGS, f"-I{jax.ffi.include_dir()}")
+
+    def run(*arguments: str) -> bytes:
+        done = subprocess.run([compiler, *arguments], capture_output=True, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise OSError(f"{compiler} failed: {done.stderr.decode(errors='replace').strip()[:2000]}")
+        return done.stdout
+
+    # What the compiler defines says for which processor it compiles: a home may be shared by different ones.
+    target = run(*FLAGS[:3], "-dM", "-E", "-x", "c++", os.devnull)
+    how = repr((compiler, flags, jax.__version__)).encode()
+    digest = hashlib.sha256(b"".join([how, target, *(path.read_bytes() for path in (HEADER, *SOURCES))])).hexdigest()
+    library = cache / f"cpu-{digest[:16]}.so"
+    if not library.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:  # whole or not at all, whoever else compiles it
+            made = pathlib.Path(folder) / library.name
+            run(*flags, *map(str, SOURCES), "-o", str(made))
+            made.replace(library)
+    return library
+
+
+@functools.cache
+def available() -> bool:
+    """Whether XLA knows the kernels, which the first call sees to; where it cannot be, that is logged once."""
+    try:
+        library = ctypes.CDLL(str(_compile(CACHE)))
+    except OSError as error:
+        log.warning("decoding takes XLA's slower way: %s", error)
+        return False
+    for name, symbol in HANDLERS.items():
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+    return True
+
+
+def product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """x [N, in] times a matrix [out, in], transposed: [N, out], all float32. A row's bits depend on nothing else.
+
+    Raises ValueError for other dtypes and for widths that differ.
+    """
+    if x.dtype != jnp.float32 or matrix.dtype != jnp.float32 or x.shape[1] != matrix.shape[1]:
+        raise ValueError(f"float32 [N, in] and [out, in]: got {x.dtype} {list(x.shape)} and {matrix.dtype} "
+                         f"{list(matrix.shape)}")
+    shape = jax.ShapeDtypeStruct((x.shape[0], matrix.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call("rljax_product", shape)(x, matrix)
+
+
+def attention(q: jax.Array, prompt, own, staged, tables, position: jax.Array, step: jax.Array, *, scale: float,
+              softcap: float, window: int) -> jax.Array:
+    """Attention of one decoding step of S slots over all their keys: [S, K, g, h] float32.
+
+    q [S, K, g, h] float32; prompt, own: the `Pages` of a layer, float32 or int8, which a slot reads as the `Tables` say
+    (`sampler/cache.py`); staged: the same of S pages of T positions, float32, of which `step` + 1 are filled. position
+    [S] int32 is the query's, of which `window` keys at most are seen, its own included (0 = all).
+    """
+    none = jnp.zeros(0, jnp.float32)
+    pools = [none if leaf is None else leaf for pages in (prompt, own)
+             for leaf in (pages.keys, pages.values, pages.key_scale, pages.value_scale)]
+    call = jax.ffi.ffi_call("rljax_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    return call(q, *pools, staged.keys, staged.values, tables.prompt, tables.prompt_len, tables.own, tables.own_len,
+                position, step, scale=np.float32(scale), softcap=np.float32(softcap), window=np.int64(window))

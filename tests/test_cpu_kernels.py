@@ -1,0 +1,240 @@
+"""kernels/cpu.py: products and attention against float64, bits that depend on nothing else, what cannot be compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sampler_helpers as tiny
+from sampler_helpers import draw, request, same
+
+from rljax import sharding
+from rljax.kernels import cpu
+from rljax.sample import SamplingParams
+from rljax.sampler.cache import Pages, Tables, quantize
+from rljax.sampler.engine import Engine
+from rljax.sampler.scheduler import Scheduler
+
+needs_kernels = pytest.mark.skipif(not cpu.available(), reason="there is no C++ compiler")
+KERNEL = dataclasses.replace(tiny.SHAPE, parts=1, kernel="cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+    with jax.default_device(jax.devices()[0]):
+        yield
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("inner, out", [(1, 1), (7, 5), (64, 33), (100, 301), (576, 192), (1536, 50)])
+def test_a_products_rows_are_right_and_the_same_among_any_others(inner, out):
+    rng = np.random.default_rng(inner)
+    x, matrix = (rng.standard_normal((count, inner), np.float32) for count in (21, out))
+    product = jax.jit(cpu.product)
+    whole = np.asarray(product(x, matrix))
+    exact = x.astype(np.float64) @ matrix.T.astype(np.float64)
+    np.testing.assert_allclose(whole, exact, atol=1e-6 * inner**0.5 * 4)
+    for rows in range(1, 18):
+        np.testing.assert_array_equal(product(x[:rows], matrix), whole[:rows], f"{rows} rows")
+    np.testing.assert_array_equal(product(x[::-1].copy(), matrix), whole[::-1])
+    assert product(x[:0], matrix).shape == (0, out)
+
+
+@needs_kernels
+def test_a_product_keeps_what_is_no_number_in_its_row():
+    x, matrix = np.ones((5, 20), np.float32), np.ones((6, 20), np.float32)
+    x[3, 19] = np.nan
+    assert np.isnan(jax.jit(cpu.product)(x, matrix)).any(1).tolist() == [False, False, False, True, False]
+
+
+@needs_kernels
+def test_a_product_of_other_dtypes_or_widths_is_refused():
+    x = jnp.ones((2, 8))
+    for matrix in (jnp.ones((3, 7)), jnp.ones((3, 8), jnp.bfloat16)):
+        with pytest.raises(ValueError, match=r"float32 \[N, in\] and \[out, in\]: got float32 \[2, 8\] and "):
+            cpu.product(x, matrix)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+#         K, g, h, P, T, dtype, softcap, window
+SHAPES = [(2, 3, 64, 64, 8, "float32", 0.0, 0), (1, 5, 20, 12, 4, "float32", 0.0, 0),
+          (3, 1, 16, 8, 8, "float32", 5.0, 0), (2, 4, 33, 40, 5, "float32", 0.0, 17),
+          (2, 3, 64, 64, 8, "int8", 0.0, 0), (1, 7, 24, 20, 10, "int8", 3.0, 9)]
+PROMPT, OWN = np.array([130, 0, 37, 130, 12]), np.array([7, 3, 0, 90, 1])  # T's multiples of the latter are filled
+
+
+def arrays(shape, seed=0):
+    """(q, pools, staged, tables, positions, step) and, per slot, what it sees: keys and values [positions, K, h]."""
+    heads, group, width, size, steps, dtype, _, _ = shape
+    rng, slots, step = np.random.default_rng(seed), len(PROMPT), steps - 2
+    columns = -(-PROMPT.max() // size), -(-(OWN.max() * steps) // size)
+    pages = rng.permutation(40 * max(columns)).tolist()
+    filled = {"prompt": PROMPT, "own": OWN * steps}
+    tables, pools, seen = {}, {}, [[] for _ in range(slots)]
+    for name, most in zip(filled, columns, strict=True):
+        keys, values = (rng.standard_normal((len(pages), heads, *end)).astype(np.float32)
+                        for end in ((width, size), (size, width)))
+        tables[name] = np.full((slots, most), -1, np.int32)
+        pools[name] = Pages(keys, values)
+        if dtype == "int8":
+            (keys, key_scale), (values, value_scale) = quantize(keys, -2), quantize(values, -1)
+            pools[name] = Pages(keys, values, key_scale, value_scale)
+            keys, values = keys * key_scale[:, :, None], values * value_scale[..., None]
+        for slot in range(slots):
+            count = -(-filled[name][slot] // size)
+            tables[name][slot, :count] = pages[:count]
+            pages = pages[count:] + pages[:count]
+            rows = [(np.moveaxis(np.asarray(keys[page]), 2, 0), np.asarray(values[page]).swapaxes(0, 1))
+                    for page in tables[name][slot, :count]]
+            seen[slot].extend((k[i], v[i]) for k, v in rows for i in range(size))
+            del seen[slot][int(sum(filled[n][slot] for n in list(filled)[: 1 + (name == "own")])):]
+    staged = Pages(rng.standard_normal((slots, heads, width, steps)).astype(np.float32),
+                   rng.standard_normal((slots, heads, steps, width)).astype(np.float32))
+    for slot in range(slots):
+        seen[slot].extend((staged.keys[slot, :, :, i], staged.values[slot, :, i]) for i in range(step + 1))
+    q = rng.standard_normal((slots, heads, group, width)).astype(np.float32)
+    own, prompt = filled["own"].astype(np.int32), filled["prompt"].astype(np.int32)
+    tables = Tables(tables["own"], own, tables["prompt"], prompt, np.zeros(slots, np.int32))
+    return (q, pools["prompt"], pools["own"], staged, tables, own + prompt + np.int32(step), np.int32(step)), seen
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_is_the_softmax_over_all_that_is_seen(shape):
+    softcap, window = shape[6:]
+    args, seen = arrays(shape)
+    found = jax.jit(functools.partial(cpu.attention, scale=0.3, softcap=softcap, window=window))(*args)
+    for slot, pairs in enumerate(seen):
+        assert len(pairs) == args[5][slot] + 1
+        keys, values = (np.stack(side).astype(np.float64) for side in zip(*pairs[-window:], strict=True))
+        scores = np.einsum("kgh,pkh->kgp", args[0][slot], keys) * 0.3
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        expected = np.einsum("kgp,pkh->kgh", weights / weights.sum(-1, keepdims=True), values)
+        np.testing.assert_allclose(found[slot], expected, atol=3e-6, err_msg=f"slot {slot}")
+
+
+@needs_kernels
+def test_attention_has_the_same_bits_in_any_slot_among_any_others():
+    attention = jax.jit(functools.partial(cpu.attention, scale=0.3, softcap=0.0, window=0))
+    (q, prompt, own, staged, tables, position, step), _ = arrays(SHAPES[0])
+    whole = np.asarray(attention(q, prompt, own, staged, tables, position, step))
+    for order in ([4, 2, 0, 1, 3], [3], [1, 3]):
+        some = jax.tree.map(lambda leaf: leaf[np.asarray(order)], (q, staged, tables, position))  # noqa: B023
+        q_some, staged_some, tables_some, position_some = some
+        alone = attention(q_some, prompt, own, staged_some, tables_some, position_some, step)
+        np.testing.assert_array_equal(alone, whole[order])
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def engine(**change):
+    return Engine(tiny.CONFIG, dataclasses.replace(KERNEL, **change), tiny.one_device())
+
+
+def batch():
+    return [request(i, n, 12, **({"temperature": 0.0} if i % 3 == 0 else {})) for i, n in
+            enumerate((5, 1, 8, 9, 16, 17, 2, 31, 12, 3))]
+
+
+@functools.cache
+def together():
+    return draw(batch(), engine().weights(tiny.master()), Scheduler(engine()))
+
+
+@needs_kernels
+def test_draws_agree_with_xlas():
+    for one, other in zip(together(), draw(batch()), strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dispatches", [0, 1, 2])
+def test_alone_and_after_an_abort_the_bits_are_the_same(dispatches):
+    weights = engine().weights(tiny.master())
+    for index in (9, 4, 7):
+        scheduler, asked = Scheduler(engine()), batch()[index]
+        scheduler.submit([asked])
+        for _ in range(dispatches):
+            scheduler.step(weights)
+        scheduler.abort()
+        same(draw([asked], weights, scheduler)[0] if asked.end_reason == "abort" else asked, together()[index])
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", [{"cache_tokens": 14 * 8, "prefill_chunk": 8, "slots": 6},
+                                    {"slots": 16, "row_levels": 2}], ids=str)
+def test_another_cache_and_other_slots_agree(change):
+    """Preempted, prefilled chunk after chunk, in programs for fewer rows: as far as prefill's rounding."""
+    made = engine(**change)
+    weights = made.weights(tiny.master())
+    made.warmup(weights)
+    for one, other in zip(draw(batch(), weights, Scheduler(made)), together(), strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@needs_kernels
+def test_int8_weights_and_cache_stay_near():
+    made = engine(cache_dtype=jnp.int8, int8_weights=True)
+    forced = [dataclasses.replace(r, logprobs=[], end_reason=None, params=SamplingParams(len(r.tokens)))
+              for r in together()]
+    draw(forced, made.weights(tiny.master()), Scheduler(made))
+    assert [r.tokens for r in forced] == [r.tokens for r in together()]
+    gaps = np.abs(np.concatenate([np.subtract(a.logprobs, b.logprobs) for a, b in zip(forced, together(), strict=True)]))
+    assert 0 < gaps.mean() < 0.1 and gaps.max() < 0.5
+
+
+@needs_kernels
+def test_what_the_kernels_do_not_know_is_refused():
+    for change in ({"parts": 3}, {"dtype": jnp.bfloat16}, {"cache_dtype": jnp.bfloat16}):
+        with pytest.raises(ValueError, match="'cpu' takes float32, a cache of float32 or int8, 1 part and 1 dev"):
+            Engine(tiny.CONFIG, dataclasses.replace(KERNEL, **change), tiny.one_device())
+    with pytest.raises(ValueError, match="1 device: got .*, 1 and 8"):
+        Engine(tiny.CONFIG, dataclasses.replace(KERNEL, prefill_rows=8), sharding.make_mesh(devices=jax.devices()))
+
+
+# --- the library -----------------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+def test_the_library_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "FLAGS", [*cpu.FLAGS, "-O0"])
+    library = cpu._compile(tmp_path)
+    made = library.stat().st_mtime_ns
+    assert cpu._compile(tmp_path) == library and library.stat().st_mtime_ns == made
+    assert os.listdir(tmp_path) == [library.name]
+    monkeypatch.setattr(cpu, "SOURCES", cpu.SOURCES[:1])
+    assert cpu._compile(tmp_path) != library
+
+
+@pytest.mark.parametrize("compiler, message", [
+    (None, "there is no C++ compiler (CXX, c++, g++ or clang++)"),
+    ("#!/bin/sh\necho 'no such processor' >&2\nexit 3\n", "failed: no such processor"),
+], ids=["none", "broken"])
+def test_without_a_library_a_warning_says_why(tmp_path, monkeypatch, caplog, compiler, message):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(cpu, "CACHE", tmp_path / "cache")
+    if compiler:
+        (tmp_path / "c++").write_text(compiler)
+        (tmp_path / "c++").chmod(0o755)
+    with caplog.at_level(logging.WARNING):
+        assert not cpu.available.__wrapped__()
+    assert message in caplog.text and "decoding takes XLA's slower way" in caplog.text
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    with pytest.raises(ValueError, match="kernel 'cpu' is not there: a warning says why"):
+        Engine(tiny.CONFIG, KERNEL, tiny.one_device())
