@@ -101,3 +101,13 @@ inline Vector Exp(Vector x) {
   y = (y * x) * x + x + 1.0f;
   return y * (Vector)((__builtin_convertvector(n, Ints) + 127) << 23);
 }
+
+// tanh x to two units in the last place.
+inline Vector Tanh(Vector x) {
+  const Vector square = x * x, large = Vector{} + 40.0f;
+  Vector y = Vector{} - 5.70498872745e-3f;  // the polynomial of Cephes' tanhf, for small x
+  for (float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f}) y = y * square + c;
+  const Vector twice = 2.0f * x;
+  const Vector far = 1.0f - 2.0f / (Exp(Choose(twice > large, large, twice)) + 1.0f);
+  return Choose(square < Vector{} + 0.625f * 0.625f, y * square * x + x, far);
+}

@@ -8,9 +8,12 @@ import hashlib
 import logging
 import os
 import pathlib
+import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,38 +21,52 @@ import numpy as np
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 HEADER, SOURCES = FOLDER / "cpu.h", (FOLDER / "cpu_product.cc", FOLDER / "cpu_attention.cc")
-CACHE = pathlib.Path("~/.cache/rljax/kernels").expanduser()
+CACHE = "~/.cache/rljax/kernels"
+COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
 HANDLERS = {"rljax_product": "RljaxProduct", "rljax_attention": "RljaxAttention"}
 
 log = logging.getLogger(__name__)
 
 
-def _compile(cache: pathlib.Path) -> pathlib.Path:
-    """The library, made unless it is in `cache`; OSError that says why where it cannot be."""
-    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    compiler = next(filter(None, (shutil.which(name) for name in names if name)), None)
-    if compiler is None:
-        raise OSError("there is no C++ compiler (CXX, c++, g++ or clang++)")
-    flags = (*FLAGS, f"-I{jax.ffi.include_dir()}")
+def _compiler() -> list[str]:
+    """The command; OSError where there is none."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for name in chosen[:1] or COMPILERS:
+        if found := shutil.which(name):
+            return [found, *chosen[1:]]
+    raise OSError(f"CXX={chosen[0]}: there is no such program" if chosen else
+                  f"there is no C++ compiler ({', '.join(COMPILERS)}, or what CXX names)")
 
-    def run(*arguments: str) -> bytes:
-        done = subprocess.run([compiler, *arguments], capture_output=True, stdin=subprocess.DEVNULL, check=False)
-        if done.returncode:
-            raise OSError(f"{compiler} failed: {done.stderr.decode(errors='replace').strip()[:2000]}")
-        return done.stdout
 
+def _run(command: Sequence[str]) -> bytes:
+    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise OSError(f"{command[0]} failed: {done.stderr.decode(errors='replace').strip()[:2000]}")
+    return done.stdout
+
+
+def _library(cache: pathlib.Path) -> pathlib.Path:
+    """The library, compiled unless `cache` holds it whole; OSError that says why where it cannot be."""
+    compiler = _compiler()
+    command = [*compiler, *FLAGS, f"-I{jax.ffi.include_dir()}"]
     # What the compiler defines says for which processor it compiles: a home may be shared by different ones.
-    target = run(*FLAGS[:3], "-dM", "-E", "-x", "c++", os.devnull)
-    how = repr((compiler, flags, jax.__version__)).encode()
+    target = _run([*compiler, *FLAGS[:3], "-dM", "-E", "-x", "c++", os.devnull])
+    how = repr((command, jax.lib.__version__, platform.libc_ver())).encode()
     digest = hashlib.sha256(b"".join([how, target, *(path.read_bytes() for path in (HEADER, *SOURCES))])).hexdigest()
-    library = cache / f"cpu-{digest[:16]}.so"
-    if not library.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:  # whole or not at all, whoever else compiles it
-            made = pathlib.Path(folder) / library.name
-            run(*flags, *map(str, SOURCES), "-o", str(made))
-            made.replace(library)
+    library, checksum = cache / f"cpu-{digest[:16]}.so", cache / f"cpu-{digest[:16]}.sha256"
+    try:
+        if hashlib.sha256(library.read_bytes()).hexdigest() == checksum.read_text():
+            return library
+    except FileNotFoundError:
+        pass
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:  # whole or not at all, whoever else compiles it
+        made, summed = pathlib.Path(folder) / library.name, pathlib.Path(folder) / checksum.name
+        _run([*command, *map(str, SOURCES), "-o", str(made)])
+        summed.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
+        made.replace(library)
+        summed.replace(checksum)
     return library
 
 
@@ -57,7 +74,7 @@ def _compile(cache: pathlib.Path) -> pathlib.Path:
 def available() -> bool:
     """Whether XLA knows the kernels, which the first call sees to; where it cannot be, that is logged once."""
     try:
-        library = ctypes.CDLL(str(_compile(CACHE)))
+        library = ctypes.CDLL(str(_library(pathlib.Path(os.path.expanduser(CACHE)))))
     except OSError as error:
         log.warning("decoding takes XLA's slower way: %s", error)
         return False
@@ -84,8 +101,15 @@ def attention(q: jax.Array, prompt, own, staged, tables, position: jax.Array, st
 
     q [S, K, g, h] float32; prompt, own: the `Pages` of a layer, float32 or int8, which a slot reads as the `Tables` say
     (`sampler/cache.py`); staged: the same of S pages of T positions, float32, of which `step` + 1 are filled. position
-    [S] int32 is the query's, of which `window` keys at most are seen, its own included (0 = all).
+    [S] int32 is the query's, of which `window` keys at most are seen, its own included (0 = all). A slot that sees none
+    has 0.
+
+    Raises ValueError for other dtypes.
     """
+    floats = [leaf.dtype for leaf in (q, staged.keys, staged.values)]
+    stored = [leaf.dtype for leaf in (prompt.keys, prompt.values, own.keys, own.values)]
+    if set(floats) != {jnp.dtype(jnp.float32)} or set(stored) not in ({jnp.dtype(jnp.float32)}, {jnp.dtype(jnp.int8)}):
+        raise ValueError(f"float32, and pages all float32 or all int8: got {', '.join(map(str, floats + stored))}")
     none = jnp.zeros(0, jnp.float32)
     pools = [none if leaf is None else leaf for pages in (prompt, own)
              for leaf in (pages.keys, pages.values, pages.key_scale, pages.value_scale)]

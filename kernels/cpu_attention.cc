@@ -108,10 +108,7 @@ float Weigh(const Keys<T>& some, const Shape& shape, float* scores, float* top, 
   for (int64_t p = 0; p < some.last; p += LANES) {
     Vector x = Load(scores + p) * shape.scale;
     if (some.key_scale) x *= Load(some.key_scale + p, some.stride - p);
-    if (shape.softcap) {  // cap * tanh(x / cap), and tanh(z) = 1 - 2 / (e^2z + 1)
-      const Vector z = x * (2.0f / shape.softcap), large = Vector{} + 40.0f;
-      x = shape.softcap * (1.0f - 2.0f / (Exp(Choose(z > large, large, z)) + 1.0f));
-    }
+    if (shape.softcap) x = shape.softcap * Tanh(x * (1.0f / shape.softcap));
     x = Choose(seen(p), x, Vector{} + MASKED);
     highest = Choose(x > highest, x, highest);
     Store(scores + p, x);
@@ -201,7 +198,7 @@ void Attend(const float* q, const Pool<T>& prompt, const Pool<T>& own, const Poo
   pages(own, tables.own + slot * tables.own_columns, tables.own_columns, prompt_len, context);
   add(staged.At(slot, slot, head, first - context, tables.staged));
   for (int64_t r = 0; r < shape.group; ++r) {
-    for (int64_t d = 0; d < shape.width; ++d) out[r * shape.width + d] /= total[r];
+    for (int64_t d = 0; d < shape.width && total[r] > 0; ++d) out[r * shape.width + d] /= total[r];
   }
 }
 

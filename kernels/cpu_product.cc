@@ -54,7 +54,7 @@ void Rows(const float* x, int64_t rows, const float* matrix, int64_t in, float* 
 ffi::Error Product(ffi::ThreadPool pool, Floats x, Floats matrix, ffi::ResultBuffer<ffi::F32> y) {
   const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], out = matrix.dimensions()[0];
   const int64_t row_bytes = in * sizeof(float), passes = (rows + ROWS - 1) / ROWS;
-  const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / row_bytes / COLUMNS) * COLUMNS;
+  const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / std::max<int64_t>(1, row_bytes) / COLUMNS) * COLUMNS;
   const int64_t blocks = (out + block - 1) / block;
   const int64_t tasks = std::min<int64_t>(blocks, TASKS * std::max<int64_t>(1, pool.num_threads()));
   const float *from = x.typed_data(), *weights = matrix.typed_data();

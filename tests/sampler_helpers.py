@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from typing import Any
@@ -28,13 +29,16 @@ SHAPE = EngineConfig(slots=8, cache_len=48, prompt_buckets=(8, 16, 32), prefill_
                      stop_ids=STOP_IDS, vocab_known=KNOWN, seed=5, members=4, parts=3, row_levels=1, page_len=8)
 
 
-def one_device() -> Any:
-    return sharding.make_mesh(devices=jax.devices()[:1])
-
-
 def kernel() -> str:
     """What a run takes on this machine."""
     return "cpu" if cpu.available() else "xla"
+
+
+QUICK = dataclasses.replace(SHAPE, parts=1, kernel=kernel())  # to compile
+
+
+def one_device() -> Any:
+    return sharding.make_mesh(devices=jax.devices()[:1])
 
 
 @functools.cache

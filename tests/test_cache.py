@@ -22,7 +22,7 @@ from rljax.sampler.engine import Engine
 from rljax.sampler.scheduler import Request, Scheduler
 
 TRITON = "__gpu$xla.gpu.triton"
-TIGHT = dataclasses.replace(tiny.SHAPE, slots=6, cache_tokens=14 * 8, prefill_chunk=8, parts=1)
+TIGHT = dataclasses.replace(tiny.QUICK, slots=6, cache_tokens=14 * 8, prefill_chunk=8)
 
 
 def some(count=12, least=0):
@@ -162,7 +162,7 @@ def test_a_prefill_program_also_takes_prompts_that_come_soon(monkeypatch):
     assert stored == [2, 2]
 
 
-RESUMES = dataclasses.replace(tiny.SHAPE, prefill_chunk=16, resumes=True)
+RESUMES = dataclasses.replace(tiny.QUICK, prefill_chunk=16, resumes=True)
 
 
 @pytest.fixture
@@ -172,8 +172,8 @@ def soon(monkeypatch):
 
 
 @functools.cache
-def resuming(parts=3, **change):
-    return Engine(tiny.CONFIG, dataclasses.replace(RESUMES, parts=parts, **change), tiny.one_device())
+def resuming(**change):
+    return Engine(tiny.CONFIG, dataclasses.replace(RESUMES, **change), tiny.one_device())
 
 
 def old(uid, length=5, drawn=25):
@@ -189,7 +189,7 @@ def agree(one, other):
     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", [{}, {"parts": 1, "cache_tokens": 12 * 8}], ids=str)
+@pytest.mark.parametrize("change", [{"parts": 3, "kernel": "xla"}, {"cache_tokens": 12 * 8}], ids=str)
 def test_what_older_weights_drew_is_prefilled(soon, change):
     """24 of 25 tokens by two chunks, not six dispatches: the rest is as if it had been fed token by token."""
     whole, part = old(1)
@@ -263,7 +263,7 @@ def test_a_resumed_request_that_stops_again_goes_on_bitwise(soon, drawn, prefill
 def test_those_who_give_way_do_not_block_what_is_resumed(monkeypatch):
     """They come before a request whose tokens are prefilled already, and need what it holds: it starts again."""
     monkeypatch.setattr(asked, "CHUNK_STEPS", 0.25)
-    scheduler = Scheduler(resuming(parts=1, slots=4, prompt_buckets=(8, 32), cache_tokens=11 * 8))
+    scheduler = Scheduler(resuming(slots=4, prompt_buckets=(8, 32), cache_tokens=11 * 8))
     crowd = [Request(uid, [token] * length, SamplingParams(new, min_new_tokens=new), [9] * drawn, [-1.0] * drawn,
                      stale=drawn) for uid, token, length, new, drawn in (
         (2, 11, 1, 40, 0), (6, 13, 30, 18, 9), (1, 11, 1, 40, 0), (0, 10, 30, 18, 9), (4, 12, 1, 40, 0),
@@ -313,7 +313,7 @@ def test_a_resumed_request_that_waits_for_pages_is_not_overtaken():
 
 def test_resumed_requests_in_a_tight_cache(soon):
     """Pages for two of six: they wait for each other and for long prompts, and all end as alone."""
-    engine = resuming(parts=1, slots=6, cache_tokens=14 * 8)
+    engine = resuming(slots=6, cache_tokens=14 * 8)
     pairs = [old(uid, 3, 29) for uid in range(6)]
     crowd = [part for _, part in pairs]
     scheduler = Scheduler(engine)
@@ -332,8 +332,8 @@ def test_resumed_requests_in_a_tight_cache(soon):
 @pytest.mark.parametrize("change", [{"page_len": 4, "new_tokens": 4}, {"cache_tokens": 10 * 8, "row_levels": 2}])
 def test_warm_up_of_a_small_cache(change):
     """One page a slot, or fewer pages than a probe of fewer rows takes."""
-    usual = {"slots": 16, "row_levels": 2, "prompt_buckets": (32,), "parts": 1}
-    shape = dataclasses.replace(tiny.SHAPE, **usual | change)
+    usual = {"slots": 16, "row_levels": 2, "prompt_buckets": (32,)}
+    shape = dataclasses.replace(tiny.QUICK, **usual | change)
     engine = Engine(tiny.CONFIG, shape, tiny.one_device())
     engine.warmup(tiny.weights())
     assert engine.row_counts[-1] == 16
@@ -355,7 +355,7 @@ def test_the_cache_is_given_back():
 def test_fewer_rows_decode_only_if_they_give_the_same_bits():
     """A CPU's products do, whatever the number of rows; its sums over rows as narrow as here do not. The whole of a
     real model is in test_decode."""
-    shape = dataclasses.replace(tiny.SHAPE, slots=16, row_levels=2, prompt_buckets=(32,))
+    shape = dataclasses.replace(tiny.QUICK, slots=16, row_levels=2, prompt_buckets=(32,))
     engine = Engine(tiny.CONFIG, shape, tiny.one_device())
     assert shape.rows(1) == [8, 16] and shape.rows(16) == [16] and engine.row_counts == [16]
     engine.warmup(tiny.weights())

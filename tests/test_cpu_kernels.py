@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from rljax.sampler.engine import Engine
 from rljax.sampler.scheduler import Scheduler
 
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason="there is no C++ compiler")
-KERNEL = dataclasses.replace(tiny.SHAPE, parts=1, kernel="cpu")
+KERNEL = dataclasses.replace(tiny.QUICK, kernel="cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,7 @@ def test_a_products_rows_are_right_and_the_same_among_any_others(inner, out):
         np.testing.assert_array_equal(product(x[:rows], matrix), whole[:rows], f"{rows} rows")
     np.testing.assert_array_equal(product(x[::-1].copy(), matrix), whole[::-1])
     assert product(x[:0], matrix).shape == (0, out)
+    assert not np.asarray(product(x[:, :0], matrix[:, :0])).any()
 
 
 @needs_kernels
@@ -69,7 +71,8 @@ def test_a_product_of_other_dtypes_or_widths_is_refused():
 #         K, g, h, P, T, dtype, softcap, window
 SHAPES = [(2, 3, 64, 64, 8, "float32", 0.0, 0), (1, 5, 20, 12, 4, "float32", 0.0, 0),
           (3, 1, 16, 8, 8, "float32", 5.0, 0), (2, 4, 33, 40, 5, "float32", 0.0, 17),
-          (2, 3, 64, 64, 8, "int8", 0.0, 0), (1, 7, 24, 20, 10, "int8", 3.0, 9)]
+          (2, 3, 64, 64, 8, "float32", 1000.0, 0), (2, 3, 64, 64, 8, "int8", 0.0, 0),
+          (1, 7, 24, 20, 10, "int8", 3.0, 9)]
 PROMPT, OWN = np.array([130, 0, 37, 130, 12]), np.array([7, 3, 0, 90, 1])  # T's multiples of the latter are filled
 
 
@@ -122,6 +125,23 @@ def test_attention_is_the_softmax_over_all_that_is_seen(shape):
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         expected = np.einsum("kgp,pkh->kgh", weights / weights.sum(-1, keepdims=True), values)
         np.testing.assert_allclose(found[slot], expected, atol=3e-6, err_msg=f"slot {slot}")
+
+
+@needs_kernels
+def test_attention_of_a_slot_that_sees_nothing_is_zero():
+    (q, prompt, own, staged, tables, position, step), _ = arrays(SHAPES[0])
+    attention = jax.jit(functools.partial(cpu.attention, scale=0.3, softcap=0.0, window=5))
+    position[3] = 10**6
+    found = np.asarray(attention(q, prompt, own, staged, tables, position, step))
+    assert (found[3] == 0).all() and np.isfinite(found).all()
+
+
+@needs_kernels
+def test_attention_over_other_dtypes_is_refused():
+    (q, prompt, own, *rest), _ = arrays(SHAPES[0])
+    for pages in (jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), own), arrays(SHAPES[-2])[0][2]):
+        with pytest.raises(ValueError, match="float32, and pages all float32 or all int8: got float32, "):
+            cpu.attention(q, prompt, pages, *rest, scale=1.0, softcap=0.0, window=0)
 
 
 @needs_kernels
@@ -194,7 +214,8 @@ def test_int8_weights_and_cache_stay_near():
               for r in together()]
     draw(forced, made.weights(tiny.master()), Scheduler(made))
     assert [r.tokens for r in forced] == [r.tokens for r in together()]
-    gaps = np.abs(np.concatenate([np.subtract(a.logprobs, b.logprobs) for a, b in zip(forced, together(), strict=True)]))
+    pairs = zip(forced, together(), strict=True)
+    gaps = np.abs(np.concatenate([np.subtract(one.logprobs, other.logprobs) for one, other in pairs]))
     assert 0 < gaps.mean() < 0.1 and gaps.max() < 0.5
 
 
@@ -211,24 +232,36 @@ def test_what_the_kernels_do_not_know_is_refused():
 
 
 @needs_kernels
-def test_the_library_is_compiled_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu, "FLAGS", [*cpu.FLAGS, "-O0"])
-    library = cpu._compile(tmp_path)
-    made = library.stat().st_mtime_ns
-    assert cpu._compile(tmp_path) == library and library.stat().st_mtime_ns == made
-    assert os.listdir(tmp_path) == [library.name]
-    monkeypatch.setattr(cpu, "SOURCES", cpu.SOURCES[:1])
-    assert cpu._compile(tmp_path) != library
+def test_the_library_is_compiled_once_and_again_if_it_is_damaged(tmp_path, monkeypatch):
+    made = []
+
+    def run(command):
+        if "-o" in command:
+            made.append(pathlib.Path(command[-1]).write_text("a library"))
+        return b""
+
+    monkeypatch.setattr(cpu, "_run", run)
+    library = cpu._library(tmp_path)
+    assert cpu._library(tmp_path) == library and len(made) == 1
+    assert sorted(os.listdir(tmp_path)) == [library.with_suffix(".sha256").name, library.name]
+    for damage in (lambda: library.write_text("a lib"), library.with_suffix(".sha256").unlink, library.unlink):
+        damage()
+        assert cpu._library(tmp_path) == library and library.read_text() == "a library"
+    assert len(made) == 4
+    monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-DOTHER"))
+    assert cpu._library(tmp_path) != library
 
 
-@pytest.mark.parametrize("compiler, message", [
-    (None, "there is no C++ compiler (CXX, c++, g++ or clang++)"),
-    ("#!/bin/sh\necho 'no such processor' >&2\nexit 3\n", "failed: no such processor"),
-], ids=["none", "broken"])
-def test_without_a_library_a_warning_says_why(tmp_path, monkeypatch, caplog, compiler, message):
+@pytest.mark.parametrize("compiler, chosen, message", [
+    (None, "", "there is no C++ compiler (c++, g++, clang++, or what CXX names)"),
+    ("#!/bin/sh\necho 'no such processor' >&2\nexit 3\n", "", "c++ failed: no such processor"),
+    ("#!/bin/sh\necho \"$*\" >&2\nexit 3\n", "c++ --wrapped", "c++ failed: --wrapped -O3"),
+    (None, "clang++-99", "CXX=clang++-99: there is no such program"),
+], ids=["none", "broken", "with arguments", "chosen"])
+def test_without_a_library_a_warning_says_why(tmp_path, monkeypatch, caplog, compiler, chosen, message):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(cpu, "CACHE", tmp_path / "cache")
+    monkeypatch.setenv("CXX", chosen)
+    monkeypatch.setattr(cpu, "CACHE", str(tmp_path / "cache"))
     if compiler:
         (tmp_path / "c++").write_text(compiler)
         (tmp_path / "c++").chmod(0o755)

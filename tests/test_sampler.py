@@ -231,7 +231,7 @@ def test_prompts_prefilled_together_equal_each_alone(row):
 def test_buckets_agree():
     """The same prompt through another bucket differs in rounding only."""
     small = tiny.engine()
-    large = Engine(tiny.CONFIG, dataclasses.replace(tiny.SHAPE, prompt_buckets=(64,)), tiny.one_device())
+    large = Engine(tiny.CONFIG, dataclasses.replace(tiny.QUICK, prompt_buckets=(64,)), tiny.one_device())
     one = draw([request(0, 7)], scheduler=Scheduler(small))[0]
     other = draw([request(0, 7)], scheduler=Scheduler(large))[0]  # a bucket longer than the cache
     assert one.tokens == other.tokens
