@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rljax.kernels import cpu
 from rljax.models import decoder
 from rljax.models.config import ModelConfig
 from rljax.sample import MOST_BIASES
@@ -154,7 +155,6 @@ def _attention(cfg: ModelConfig, engine: EngineConfig, chunks: Sequence[Chunk], 
 
 def _one_kernel(cfg: ModelConfig, scores: dict[str, float], chunk: Chunk, tables: Tables):
     """`_attention` by a kernel that goes from slots to pages, and so needs no `Reads` and leaves nothing to merge."""
-    from rljax.kernels import cpu
 
     def attend(step, positions, keys, values, index, q, window):
         grouped = q.reshape(q.shape[0], cfg.num_kv_heads, -1, q.shape[2])
