@@ -56,7 +56,7 @@ def _library(cache: pathlib.Path) -> pathlib.Path:
     digest = hashlib.sha256(b"".join([how, target, *(path.read_bytes() for path in (HEADER, *SOURCES))])).hexdigest()
     library, checksum = cache / f"cpu-{digest[:16]}.so", cache / f"cpu-{digest[:16]}.sha256"
     try:
-        if hashlib.sha256(library.read_bytes()).hexdigest() == checksum.read_text():
+        if hashlib.sha256(library.read_bytes()).digest() == checksum.read_bytes():
             return library
     except FileNotFoundError:
         pass
@@ -64,7 +64,7 @@ def _library(cache: pathlib.Path) -> pathlib.Path:
     with tempfile.TemporaryDirectory(dir=cache) as folder:  # whole or not at all, whoever else compiles it
         made, summed = pathlib.Path(folder) / library.name, pathlib.Path(folder) / checksum.name
         _run([*command, *map(str, SOURCES), "-o", str(made)])
-        summed.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
+        summed.write_bytes(hashlib.sha256(made.read_bytes()).digest())
         made.replace(library)
         summed.replace(checksum)
     return library

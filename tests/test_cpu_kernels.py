@@ -15,7 +15,7 @@ import pytest
 import sampler_helpers as tiny
 from sampler_helpers import draw, request, same
 
-from rljax import sharding
+from rljax import assemble, sharding
 from rljax.kernels import cpu
 from rljax.sample import SamplingParams
 from rljax.sampler.cache import Pages, Tables, quantize
@@ -228,6 +228,16 @@ def test_what_the_kernels_do_not_know_is_refused():
         Engine(tiny.CONFIG, dataclasses.replace(KERNEL, prefill_rows=8), sharding.make_mesh(devices=jax.devices()))
 
 
+@needs_kernels
+def test_a_run_takes_the_kernels_where_they_fit():
+    def chosen(dtype="float32", cache_dtype="float32", devices=1):
+        mesh = sharding.make_mesh(devices=jax.devices()[:devices])
+        return assemble._programs(tiny.CONFIG, jnp.dtype(dtype), jnp.dtype(cache_dtype), 48, mesh).get("kernel", "xla")
+
+    assert chosen() == chosen(cache_dtype="int8") == "cpu"
+    assert chosen(devices=8) == chosen(dtype="bfloat16") == chosen(cache_dtype="bfloat16") == "xla"
+
+
 # --- the library -----------------------------------------------------------------------------------------------------
 
 
@@ -244,10 +254,12 @@ def test_the_library_is_compiled_once_and_again_if_it_is_damaged(tmp_path, monke
     library = cpu._library(tmp_path)
     assert cpu._library(tmp_path) == library and len(made) == 1
     assert sorted(os.listdir(tmp_path)) == [library.with_suffix(".sha256").name, library.name]
-    for damage in (lambda: library.write_text("a lib"), library.with_suffix(".sha256").unlink, library.unlink):
+    checksum = library.with_suffix(".sha256")
+    for damage in (lambda: library.write_text("a lib"), lambda: checksum.write_bytes(b"\xff"), checksum.unlink,
+                   library.unlink):
         damage()
         assert cpu._library(tmp_path) == library and library.read_text() == "a library"
-    assert len(made) == 4
+    assert len(made) == 5
     monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-DOTHER"))
     assert cpu._library(tmp_path) != library
 
