@@ -266,7 +266,7 @@ class Engine:
 
 def _check_cpu(engine: EngineConfig, mesh: Mesh) -> None:
     """The kernels of a CPU know one device, one chunk of the cache, and float32, of pages also int8."""
-    dtypes = engine.dtype, engine.cache_dtype or engine.dtype
+    dtypes = jnp.dtype(engine.dtype), jnp.dtype(engine.cache_dtype or engine.dtype)
     if dtypes[0] != jnp.float32 or dtypes[1] not in (jnp.float32, jnp.int8) or engine.parts != 1 or mesh.size != 1:
         raise ValueError(f"kernel 'cpu' takes float32, a cache of float32 or int8, 1 part and 1 device: got "
                          f"{dtypes[0]}, {dtypes[1]}, {engine.parts} and {mesh.size}")

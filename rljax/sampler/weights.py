@@ -16,11 +16,13 @@ from rljax.models.config import ModelConfig
 from rljax.sampler.cache import quantize
 from rljax.types import Params
 
+
 def convert(cfg: ModelConfig, params: Params, dtype: Any, int8: bool = False) -> Params:
     """Cast to `dtype`, layers as a list of trees: slicing stacked weights inside a decoding loop would copy them all.
 
     Matrices of a layer are stored [out, in]: then, on a CPU in float32, a row of a product mostly has the same bits
-    whatever the number of rows, and the kernel reads them as they lie. int8: they become int8 with a float32 scale [out] beside them. Experts' do not change.
+    whatever the number of rows, and the kernel reads them as they lie. int8: they become int8 with a float32 scale
+    [out] beside them. Experts' do not change.
     """
     cast = jax.tree.map(lambda x: x.astype(dtype), {name: params[name] for name in params if name != "layers"})
     layers = [{name: x[i] for name, x in params["layers"].items()} for i in range(cfg.num_layers)]

@@ -2,8 +2,8 @@
 
 The rates, each the best of several tries in one turn: reading memory (a jitted sum over 256 MiB), and float32 matrix
 products by number of rows over weights of the model's shapes, all layers one after the other and so larger than the
-caches: the best of XLA's, NumPy's and rljax's kernel. Turns alternate with the
-contestants', whose medians they are compared with.
+caches: the best of XLA's, NumPy's and rljax's kernel. Turns alternate with the contestants', whose medians they are
+compared with.
 The bound counts every distinct prompt's products once, without attention, at the rate of 1,024 rows; then as many
 decoding steps as full slots need, each either its products or the reading of all weights, whichever takes longer; and
 the keys and values that each token reads. Everything else (drawing, attention's products, the host) it takes as free.
