@@ -78,11 +78,36 @@ inline void Store(float* to, Vector x, int64_t count = LANES) {
   std::memcpy(to, &x, std::min<int64_t>(count, LANES) * sizeof(float));
 }
 
-inline float Sum(Vector x) {
-  for (int half = LANES / 2; half; half /= 2) {
-    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+// The lanes added by halves: that a loop over lanes can be written so is not seen by every compiler.
+template <int N = LANES>
+inline float Sum(const float* lanes) {
+  if constexpr (N == 1) return *lanes;
+  if constexpr (N > 1) {
+    typedef float Half __attribute__((vector_size(N / 2 * sizeof(float))));
+    Half low, high;
+    std::memcpy(&low, lanes, sizeof(low));
+    std::memcpy(&high, lanes + N / 2, sizeof(high));
+    low += high;
+    float sums[N / 2];
+    std::memcpy(sums, &low, sizeof(sums));
+    return Sum<N / 2>(sums);
   }
-  return x[0];
+}
+
+inline float Sum(Vector x) {
+  float lanes[LANES];
+  std::memcpy(lanes, &x, sizeof(lanes));
+  return Sum<>(lanes);
+}
+
+// x, in a register: a compiler may think that to load it again for each use costs nothing.
+inline Vector Held(Vector x) {
+#if defined(__SSE__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
 }
 
 inline Vector Choose(Ints where, Vector yes, Vector no) { return (Vector)((where & (Ints)yes) | (~where & (Ints)no)); }

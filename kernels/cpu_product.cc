@@ -8,67 +8,93 @@ namespace {
 
 // The accumulators of a tile, ROWS of x times COLUMNS of y, fit in the registers.
 constexpr int ROWS = LANES == 16 ? 8 : 4, COLUMNS = LANES == 4 ? 4 : 3;
-constexpr int64_t BLOCK_BYTES = 16 << 10;  // of a matrix, that stay in the first cache while rows pass over them
-constexpr int TASKS = 2;                   // for each thread, so that a late one holds up little
+constexpr int64_t DEPTH = 768;  // of `in` at once, at most: a tile's rows of x stay in the first cache,
+constexpr int64_t PASS_BYTES = 16 << 10, MOST_BYTES = 256 << 10;  // a block of the matrix in the second: more for more
+constexpr int TASKS = 2;  // for each thread, so that a late one holds up little
 
-// M rows of the matrix times R of x. Meanwhile `step` bytes of what comes next are fetched for each vector.
+struct Matrices {
+  const float *x, *matrix;
+  float* y;
+  int64_t in, out;
+};
+
+// Terms [begin, end) of the sums; those of a later part are added to what y has.
+struct Part {
+  int64_t begin, end;
+};
+
+// What comes next: `step` bytes of it are fetched for each vector of a tile.
+struct Next {
+  const char* at;
+  int64_t step;
+};
+
+// y of M columns, rows of the matrix, and R rows of x.
 template <int M, int R>
-void Tile(const float* x, const float* matrix, int64_t in, float* y, int64_t out, const char* next, int64_t step) {
+void Tile(const Matrices& all, int64_t row, int64_t column, Part part, Next next) {
+  const int64_t in = all.in;
+  const float *x = all.x + row * in, *matrix = all.matrix + column * in;
   Vector sums[R][M] = {};
-  int64_t k = 0;
-  for (; k + LANES <= in; k += LANES, next += step) {
-    for (int64_t at = 0; at < step; at += 64) __builtin_prefetch(next + at);
+  int64_t k = part.begin;
+  for (; k + LANES <= part.end; k += LANES, next.at += next.step) {
+    for (int64_t byte = 0; byte < next.step; byte += 64) __builtin_prefetch(next.at + byte);
     Vector w[M];
-    for (int m = 0; m < M; ++m) w[m] = Load(matrix + m * in + k);
+    for (int m = 0; m < M; ++m) w[m] = Held(Load(matrix + m * in + k));
     for (int r = 0; r < R; ++r) {
-      const Vector row = Load(x + r * in + k);
-      for (int m = 0; m < M; ++m) sums[r][m] += w[m] * row;
+      const Vector some = Held(Load(x + r * in + k));
+      for (int m = 0; m < M; ++m) sums[r][m] += w[m] * some;
     }
   }
-  if (k < in) {
+  if (k < part.end) {
     for (int r = 0; r < R; ++r) {
-      const Vector row = Load(x + r * in + k, in - k);
-      for (int m = 0; m < M; ++m) sums[r][m] += Load(matrix + m * in + k, in - k) * row;
+      const Vector some = Load(x + r * in + k, part.end - k);
+      for (int m = 0; m < M; ++m) sums[r][m] += Load(matrix + m * in + k, part.end - k) * some;
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int m = 0; m < M; ++m) y[r * out + m] = Sum(sums[r][m]);
+    for (int m = 0; m < M; ++m) {
+      float* y = all.y + (row + r) * all.out + column + m;
+      *y = Sum(sums[r][m]) + (part.begin ? *y : 0.0f);
+    }
   }
 }
 
-// Columns [begin, end) of y for the last `rows` rows, at most R of them.
+// Columns [begin, end) of `rows` rows, at most R of them.
 template <int R>
-void Rows(const float* x, int64_t rows, const float* matrix, int64_t in, float* y, int64_t out, int64_t begin,
-          int64_t end, const char* next, int64_t step) {
+void Rows(const Matrices& all, int64_t row, int64_t rows, int64_t begin, int64_t end, Part part, Next next) {
   if constexpr (R > 1) {
-    if (rows < R) return Rows<R - 1>(x, rows, matrix, in, y, out, begin, end, next, step);
+    if (rows < R) return Rows<R - 1>(all, row, rows, begin, end, part, next);
   }
-  int64_t o = begin;
-  for (; o + COLUMNS <= end; o += COLUMNS) {
-    Tile<COLUMNS, R>(x, matrix + o * in, in, y + o, out, next, step);
-    next += COLUMNS * in * sizeof(float);
+  for (; begin + COLUMNS <= end; begin += COLUMNS, next.at += COLUMNS * all.in * sizeof(float)) {
+    Tile<COLUMNS, R>(all, row, begin, part, next);
   }
-  for (; o < end; ++o) Tile<1, R>(x, matrix + o * in, in, y + o, out, next, 0);
+  for (; begin < end; ++begin) Tile<1, R>(all, row, begin, part, Next{next.at, 0});
 }
 
 ffi::Error Product(ffi::ThreadPool pool, Floats x, Floats matrix, ffi::ResultBuffer<ffi::F32> y) {
   const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], out = matrix.dimensions()[0];
-  const int64_t row_bytes = in * sizeof(float), passes = (rows + ROWS - 1) / ROWS;
-  const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / std::max<int64_t>(1, row_bytes) / COLUMNS) * COLUMNS;
-  const int64_t blocks = (out + block - 1) / block;
-  const int64_t tasks = std::min<int64_t>(blocks, TASKS * std::max<int64_t>(1, pool.num_threads()));
-  const float *from = x.typed_data(), *weights = matrix.typed_data();
-  float* to = y->typed_data();
+  const Matrices all{x.typed_data(), matrix.typed_data(), y->typed_data(), in, out};
+  const int64_t row_bytes = std::max<int64_t>(1, in) * sizeof(float), passes = (rows + ROWS - 1) / ROWS;
+  const int64_t block = std::max<int64_t>(1, std::min(PASS_BYTES * passes, MOST_BYTES) / row_bytes / COLUMNS) * COLUMNS;
+  const int64_t parts = std::max<int64_t>(1, (in + DEPTH - 1) / DEPTH);
+  const int64_t depth = std::max<int64_t>(1, ((in + parts - 1) / parts + LANES - 1) / LANES) * LANES;
+  const int64_t groups = (out + COLUMNS - 1) / COLUMNS;
+  const int64_t tasks = std::min<int64_t>(groups, TASKS * std::max<int64_t>(1, pool.num_threads()));
   Parallel(pool, tasks, [=](int64_t task) {
-    for (int64_t b = task * blocks / tasks; b < (task + 1) * blocks / tasks; ++b) {
-      const int64_t begin = b * block, end = std::min(out, begin + block);
-      // Each pass of rows over this block fetches its share of the next one.
-      const char* next = reinterpret_cast<const char*>(weights + (begin + block) * in);
-      for (int64_t r = 0; r < rows; r += ROWS) {
-        const int64_t share = r / ROWS * COLUMNS * row_bytes / passes;
-        Rows<ROWS>(from + r * in, rows - r, weights, in, to + r * out, out, begin, end, next + share,
-                   COLUMNS * LANES * sizeof(float) / passes);
-      }
+    const int64_t last = std::min(out, (task + 1) * groups / tasks * COLUMNS);
+    for (int64_t begin = task * groups / tasks * COLUMNS; begin < last; begin += block) {
+      const int64_t end = std::min(last, begin + block);
+      int64_t k = 0;
+      do {
+        // Each pass of rows over this block fetches its share of the next one.
+        const char* next = reinterpret_cast<const char*>(all.matrix + (begin + block) * in + k);
+        for (int64_t r = 0; r < rows; r += ROWS) {
+          Rows<ROWS>(all, r, rows - r, begin, end, Part{k, std::min(in, k + depth)},
+                     Next{next + r / ROWS * COLUMNS * row_bytes / passes,
+                          COLUMNS * LANES * int64_t(sizeof(float)) / passes});
+        }
+        k += depth;
+      } while (k < in);
     }
   });
   return ffi::Error::Success();

@@ -36,7 +36,7 @@ def one_device():
 
 
 @needs_kernels
-@pytest.mark.parametrize("inner, out", [(1, 1), (7, 5), (64, 33), (100, 301), (576, 192), (1536, 50)])
+@pytest.mark.parametrize("inner, out", [(1, 1), (7, 5), (64, 33), (100, 301), (576, 192), (1536, 50), (1601, 7)])
 def test_a_products_rows_are_right_and_the_same_among_any_others(inner, out):
     rng = np.random.default_rng(inner)
     x, matrix = (rng.standard_normal((count, inner), np.float32) for count in (21, out))
