@@ -20,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-HEADER, SOURCES = FOLDER / "cpu.h", (FOLDER / "cpu_product.cc", FOLDER / "cpu_attention.cc")
+HEADERS = FOLDER / "cpu.h", FOLDER / "cpu_attend.h"
+SOURCES = FOLDER / "cpu_product.cc", FOLDER / "cpu_attention.cc", FOLDER / "cpu_prefill.cc"
 CACHE = "~/.cache/rljax/kernels"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
-HANDLERS = {"rljax_product": "RljaxProduct", "rljax_attention": "RljaxAttention"}
+HANDLERS = {"rljax_product": "RljaxProduct", "rljax_attention": "RljaxAttention", "rljax_prefill": "RljaxPrefill",
+            "rljax_hold": "RljaxHold"}
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ def _library(cache: pathlib.Path) -> pathlib.Path:
     # What the compiler defines says for which processor it compiles: a home may be shared by different ones.
     target = _run([*compiler, *FLAGS[:3], "-dM", "-E", "-x", "c++", os.devnull])
     how = repr((command, jax.lib.__version__, platform.libc_ver())).encode()
-    digest = hashlib.sha256(b"".join([how, target, *(path.read_bytes() for path in (HEADER, *SOURCES))])).hexdigest()
+    digest = hashlib.sha256(b"".join([how, target, *(path.read_bytes() for path in (*HEADERS, *SOURCES))])).hexdigest()
     library, checksum = cache / f"cpu-{digest[:16]}.so", cache / f"cpu-{digest[:16]}.sha256"
     try:
         if hashlib.sha256(library.read_bytes()).digest() == checksum.read_bytes():
@@ -116,3 +118,26 @@ def attention(q: jax.Array, prompt, own, staged, tables, position: jax.Array, st
     call = jax.ffi.ffi_call("rljax_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(q, *pools, staged.keys, staged.values, tables.prompt, tables.prompt_len, tables.own, tables.own_len,
                 position, step, scale=np.float32(scale), softcap=np.float32(softcap), window=np.int64(window))
+
+
+def prompt_attention(q: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array, *, scale: float,
+                     softcap: float, window: int) -> jax.Array:
+    """Causal attention of T positions of R prompts from `start` on: [R, T, H, h] float32.
+
+    q [R, T, H, h]; keys [R, K, h, L] and values [R, K, L, h], H a multiple of K, are filled up to start + T, which is
+    at most L; start int32. At most `window` keys are seen, the query's own included (0 = all). All float32.
+
+    Raises ValueError for other dtypes.
+    """
+    if {leaf.dtype for leaf in (q, keys, values)} != {jnp.dtype(jnp.float32)}:
+        raise ValueError(f"all float32: got {q.dtype}, {keys.dtype}, {values.dtype}")
+    rows, positions, heads, width = q.shape
+    grouped = q.reshape(rows, positions, keys.shape[1], heads // keys.shape[1], width)
+    call = jax.ffi.ffi_call("rljax_prefill", jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
+    return call(grouped, keys, values, start, scale=np.float32(scale), softcap=np.float32(softcap),
+                window=np.int64(window)).reshape(q.shape)
+
+
+def hold(x: jax.Array) -> jax.Array:
+    """x itself, made once: XLA's CPU makes what is cheap to write, as a cosine, again for each of its uses."""
+    return jax.ffi.ffi_call("rljax_hold", jax.ShapeDtypeStruct(x.shape, x.dtype), input_output_aliases={0: 0})(x)

@@ -156,6 +156,64 @@ def test_attention_has_the_same_bits_in_any_slot_among_any_others():
         np.testing.assert_array_equal(alone, whole[order])
 
 
+# --- attention of prompts ---------------------------------------------------------------------------------------------
+
+#          R, T, L, start, K, g, h, softcap, window
+PROMPTS = [(2, 64, 64, 0, 3, 3, 64, 0.0, 0), (1, 33, 200, 130, 2, 1, 20, 0.0, 0), (1, 40, 104, 64, 1, 8, 80, 4.0, 17),
+           (3, 5, 5, 0, 2, 2, 16, 0.0, 2), (1, 100, 700, 600, 1, 7, 24, 0.0, 300)]
+
+
+def prompts(shape, seed=0):
+    rows, positions, length, _, heads, group, width, *_ = shape
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(size).astype(np.float32) for size in (
+        (rows, positions, heads * group, width), (rows, heads, width, length), (rows, heads, length, width))]
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", PROMPTS, ids=str)
+def test_attention_of_prompts_is_the_softmax_over_all_that_is_seen(shape):
+    rows, positions, length, start, heads, group, width, softcap, window = shape
+    q, keys, values = prompts(shape)
+    keys[..., start + positions :], values[:, :, start + positions :] = np.nan, np.nan  # not filled yet
+    attention = jax.jit(functools.partial(cpu.prompt_attention, scale=0.3, softcap=softcap, window=window))
+    found = attention(q, keys, values, np.int32(start))
+    scores = np.einsum("rtkgh,rkhl->rkgtl", q.reshape(rows, positions, heads, group, width).astype(np.float64),
+                       np.nan_to_num(keys)) * 0.3
+    scores = softcap * np.tanh(scores / softcap) if softcap else scores
+    behind = start + np.arange(positions)[:, None] - np.arange(length)
+    scores = np.where((behind >= 0) & (behind < (window or length)), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("rkgtl,rklh->rtkgh", weights / weights.sum(-1, keepdims=True), np.nan_to_num(values))
+    np.testing.assert_allclose(found, expected.reshape(q.shape), atol=3e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [0, 70])
+def test_attention_of_prompts_has_the_same_bits_chunk_after_chunk(window):
+    q, keys, values = prompts((2, 200, 200, 0, 2, 3, 64))
+    attention = jax.jit(functools.partial(cpu.prompt_attention, scale=0.3, softcap=0.0, window=window))
+    whole = np.asarray(attention(q, keys, values, np.int32(0)))
+    for size in (7, 64):
+        for start in range(0, 196, size):
+            size = min(size, 200 - start)
+            chunk = attention(q[1:, start : start + size], keys[1:], values[1:], np.int32(start))
+            np.testing.assert_array_equal(chunk[0], whole[1, start : start + size], f"{size} from {start}")
+
+
+@needs_kernels
+def test_attention_of_prompts_of_other_dtypes_is_refused():
+    q, keys, values = prompts(PROMPTS[0])
+    with pytest.raises(ValueError, match="all float32: got float32, bfloat16, float32"):
+        cpu.prompt_attention(q, jnp.asarray(keys, jnp.bfloat16), values, np.int32(0), scale=1.0, softcap=0.0, window=0)
+
+
+@needs_kernels
+def test_what_is_held_is_the_same():
+    x = jnp.arange(7.0)
+    np.testing.assert_array_equal(jax.jit(lambda x: cpu.hold(x) + x)(x), 2 * x)
+
+
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 

@@ -121,7 +121,7 @@ def decode_step(cfg: ModelConfig, engine: EngineConfig, params: Params, tokens: 
                 attend: Callable) -> jax.Array:
     """Feed each slot's token: logits [S, V] float32 of the next. attend(layer, q, k, v, window), as `decoder`'s."""
     product = functools.partial(weights.product, kernel=engine.kernel)
-    cos, sin = decoder.rope_tables(cfg, positions)
+    cos, sin = prefill.rope_tables(cfg, engine.kernel, positions)
     x = decoder.embed(cfg, params, tokens, engine.dtype)
     for index, (leaves, (window, table)) in enumerate(zip(params["layers"], prefill.per_layer(cfg), strict=True)):
         kind = decoder.LayerKind(window, cos[table], sin[table])

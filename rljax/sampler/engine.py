@@ -105,7 +105,7 @@ class Engine:
     def prefill(self, params: Params, prompts: Sequence[Sequence[int]], bucket: int) -> Prefix:
         """Keys and values of up to `rows(bucket)` prompts (without the token that decoding feeds first)."""
         batch = _padded(prompts, self.rows(bucket), bucket)
-        made = functools.partial(prefill.prefill, self.cfg, self.config.dtype, self.config.page)
+        made = functools.partial(prefill.prefill, self.cfg, self.config.dtype, self.config.kernel, self.config.page)
         how = {"out_shardings": _prefix_sharding(self.cfg, self.mesh, self.slot.spec[0])}
         return self._run("prefill", (bucket,), made, how, params, *sharding.to_devices(batch, self.slot))
 
@@ -129,7 +129,7 @@ class Engine:
         tokens, _ = _padded([sequence[start : start + size]], 1, size)
         tokens, start = sharding.to_devices((tokens, np.int32(start)), sharding.replicated(self.mesh))
         how = {"donate_argnums": 1, "out_shardings": _prefix_sharding(self.cfg, self.mesh, None)}
-        made = functools.partial(prefill.extend, self.cfg, self.config.dtype)
+        made = functools.partial(prefill.extend, self.cfg, self.config.dtype, self.config.kernel)
         return self._run("extend", (prefix[1][0].shape[2],), made, how, params, prefix, tokens, start)
 
     def insert(self, chunks: list[Chunk], prefix: Prefix, pages: Sequence[Sequence[int]]) -> None:
@@ -165,7 +165,7 @@ class Engine:
         """Log-prob of each token of `prompt` after those before it, at temperature 1, in nats; 0 for the first."""
         bucket = self.bucket(len(prompt))
         batch = sharding.to_devices(_padded([prompt], self.shards, bucket), self.slot)
-        made = functools.partial(prefill.prompt_logprobs, self.cfg, self.config.dtype)
+        made = functools.partial(prefill.prompt_logprobs, self.cfg, self.config.dtype, self.config.kernel)
         found = self._run("logprobs", (bucket,), made, {}, params, *batch)
         return sharding.to_host(found)[0, : len(prompt)].tolist()
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rljax import ops
+from rljax.kernels import cpu
 from rljax.models import decoder
 from rljax.models.config import ModelConfig
 from rljax.sampler.weights import product
@@ -24,44 +25,53 @@ def per_layer(cfg: ModelConfig) -> list[tuple[int, int]]:
     return [(int(window), int(table)) for window, table in zip(windows, tables)]
 
 
-def run(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array, lengths: jax.Array
+def rope_tables(cfg: ModelConfig, kernel: str, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`decoder.rope_tables`, made once for all layers."""
+    cos, sin = decoder.rope_tables(cfg, positions)
+    return (cpu.hold(cos), cpu.hold(sin)) if kernel == "cpu" else (cos, sin)
+
+
+def run(cfg: ModelConfig, dtype: Any, kernel: str, params: Params, tokens: jax.Array, lengths: jax.Array
         ) -> tuple[jax.Array, Prefix]:
     """Hidden states [rows, bucket, D] before the final norm, and the keys and values, of whole prompts.
 
-    tokens [rows, bucket] int32, lengths [rows].
+    tokens [rows, bucket] int32, lengths [rows]. kernel: as `EngineConfig`'s.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
-    cos, sin = decoder.rope_tables(cfg, positions)
+    cos, sin = rope_tables(cfg, kernel, positions)
     x = decoder.embed(cfg, params, tokens, dtype)
     keys, values = [], []
 
     def attend(q, k, v, window):
         keys.append(k.transpose(0, 2, 3, 1))
         values.append(v.swapaxes(1, 2))
-        return ops.attention(q, k, v, segments, window, scale=cfg.attention_scale, softcap=cfg.attention_softcap)
+        scores = {"scale": cfg.attention_scale, "softcap": cfg.attention_softcap}
+        if kernel == "cpu":
+            return cpu.prompt_attention(q, keys[-1], values[-1], jnp.int32(0), window=window, **scores)
+        return ops.attention(q, k, v, segments, window, **scores)
 
     for weights, (window, table) in zip(params["layers"], per_layer(cfg), strict=True):
         x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), weights, x, attend, product)
     return x, (keys, values)
 
 
-def prefill(cfg: ModelConfig, dtype: Any, size: int, params: Params, tokens: jax.Array,
+def prefill(cfg: ModelConfig, dtype: Any, kernel: str, size: int, params: Params, tokens: jax.Array,
             lengths: jax.Array) -> Prefix:
     """Keys and values of whole prompts, padded to pages of `size` positions."""
-    _, (keys, values) = run(cfg, dtype, params, tokens, lengths)
+    _, (keys, values) = run(cfg, dtype, kernel, params, tokens, lengths)
     more = -tokens.shape[1] % size
     return ([jnp.pad(k, ((0, 0), (0, 0), (0, 0), (0, more))) for k in keys],
             [jnp.pad(v, ((0, 0), (0, 0), (0, more), (0, 0))) for v in values])
 
 
-def extend(cfg: ModelConfig, dtype: Any, params: Params, prefix: Prefix, tokens: jax.Array,
+def extend(cfg: ModelConfig, dtype: Any, kernel: str, params: Params, prefix: Prefix, tokens: jax.Array,
            start: jax.Array) -> Prefix:
     """The next chunk of one long prompt: tokens [1, chunk], at positions from `start` on; prefix [1, K, h, L] and
     [1, K, L, h] is filled up to there, and L holds the chunk. What is beyond the prompt's end is padding that nobody
     reads."""
     positions = start + jnp.arange(tokens.shape[1])[None, :]
-    cos, sin = decoder.rope_tables(cfg, positions)
+    cos, sin = rope_tables(cfg, kernel, positions)
     x = decoder.embed(cfg, params, tokens, dtype)
     keys, values = [], []
 
@@ -69,6 +79,9 @@ def extend(cfg: ModelConfig, dtype: Any, params: Params, prefix: Prefix, tokens:
         old_keys, old_values = (part[len(keys)] for part in prefix)
         keys.append(jax.lax.dynamic_update_slice(old_keys, k.transpose(0, 2, 3, 1), (0, 0, 0, start)))
         values.append(jax.lax.dynamic_update_slice(old_values, v.swapaxes(1, 2), (0, 0, start, 0)))
+        if kernel == "cpu":
+            return cpu.prompt_attention(q, keys[-1], values[-1], start, window=window, scale=cfg.attention_scale,
+                                        softcap=cfg.attention_softcap)
         return _attend_chunk(cfg, q, keys[-1], values[-1], start, window)
 
     for weights, (window, table) in zip(params["layers"], per_layer(cfg), strict=True):
@@ -118,11 +131,11 @@ def _attend_chunk(cfg: ModelConfig, q: jax.Array, keys: jax.Array, values: jax.A
     return out.reshape(1, -1, heads, width)[:, :chunk]
 
 
-def prompt_logprobs(cfg: ModelConfig, dtype: Any, params: Params, tokens: jax.Array,
+def prompt_logprobs(cfg: ModelConfig, dtype: Any, kernel: str, params: Params, tokens: jax.Array,
                     lengths: jax.Array) -> jax.Array:
     """Log-prob of each prompt token after those before it, at temperature 1: [rows, bucket] float32, nats; the first
     and padding have 0."""
-    hidden, _ = run(cfg, dtype, params, tokens, lengths)
+    hidden, _ = run(cfg, dtype, kernel, params, tokens, lengths)
     hidden = decoder.final_norm(cfg, params, hidden)
     position = jnp.arange(tokens.shape[1])[None, :]
     shifted = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))

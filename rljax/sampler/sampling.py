@@ -81,24 +81,25 @@ def _first(equal: jax.Array, most: jax.Array) -> jax.Array:
     return jax.lax.cond(crowded, lambda: equal & (jnp.cumsum(equal, axis=-1) <= most[:, None]), lambda: equal)
 
 
-def inverse_cdf(scaled: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+def inverse_cdf(logits: jax.Array, uniform: jax.Array, scaled: Callable[[jax.Array], jax.Array] = lambda x: x
+                ) -> tuple[jax.Array, jax.Array]:
     """The first index whose cumulative mass exceeds uniform * total: (int32 [S], total mass float32 [S]).
 
-    The mass is exp(scaled), of scaled [S, V] float32, at most about 0 (-inf = none); uniform [S] in [0, 1). Two levels,
-    sums of blocks and then inside one block, since a cumulative sum over a whole vocabulary is the slow part; the mass
-    itself is never stored. An index without mass is never drawn: where rounding runs past the end, the last index with
-    mass is taken.
+    The mass is exp(scaled(logits)), of logits [S, V] float32, at most about 1 (-inf = none); scaled(x [S, ...]) is
+    elementwise, and neither it nor the mass is ever stored; uniform [S] in [0, 1). Two levels, sums of blocks and then
+    inside one block, since a cumulative sum over a whole vocabulary is the slow part. An index without mass is never
+    drawn: where rounding runs past the end, the last index with mass is taken.
     """
-    slots, vocab = scaled.shape
+    slots, vocab = logits.shape
     blocks = -(-vocab // BLOCK)
-    scaled = jnp.pad(scaled, ((0, 0), (0, blocks * BLOCK - vocab)), constant_values=-jnp.inf)
-    scaled = scaled.reshape(slots, blocks, BLOCK)
-    sums = jnp.exp(scaled).sum(-1)
+    logits = jnp.pad(logits, ((0, 0), (0, blocks * BLOCK - vocab)), constant_values=-jnp.inf)
+    logits = logits.reshape(slots, blocks, BLOCK)
+    sums = jnp.exp(scaled(logits)).sum(-1)
     ends = jnp.cumsum(sums, axis=-1)
     target = uniform * ends[:, -1]
     block = _first_above(ends, sums, target)
     start = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0.0)
-    inside = jnp.exp(jnp.take_along_axis(scaled, block[:, None, None], axis=1)[:, 0])
+    inside = jnp.exp(scaled(jnp.take_along_axis(logits, block[:, None, None], axis=1)[:, 0]))
     return block * BLOCK + _first_above(jnp.cumsum(inside, axis=-1), inside, target - start), ends[:, -1]
 
 
@@ -123,17 +124,25 @@ def draw(
     the full softmax; a bias, as a filter, moves what is drawn, not what is recorded. Returns tokens int32 [S] and
     log-probs float32 [S] in nats, and the ids and log-probs [S, alternatives] of the most likely tokens.
     """
-    greedy = knobs.temperature == 0.0
-    temperature = jnp.where(greedy, 1.0, knobs.temperature)[:, None]
-    known = jnp.arange(logits.shape[-1]) < valid
-    # Relative to the largest known logit: neither a tiny temperature nor a huge unknown row leaves no mass to draw.
-    scaled = (logits - jnp.where(known, logits, -jnp.inf).max(-1, keepdims=True)) / temperature
-    candidates = jnp.where(known, scaled, -jnp.inf)
-    plain, total = inverse_cdf(candidates, uniform)
+    greedy, vocab = knobs.temperature == 0.0, logits.shape[-1]
+    temperature = jnp.where(greedy, 1.0, knobs.temperature)
+
+    def known():  # made where it is used, not stored
+        return logits if valid == vocab else jnp.where(jnp.arange(vocab) < valid, logits, -jnp.inf)
+
+    top = known().max(-1)
+
+    def scaled(x):
+        # Relative to the largest known logit: neither a tiny temperature nor a huge unknown row leaves no mass to draw.
+        shape = (-1,) + (1,) * (x.ndim - 1)
+        return (x - top.reshape(shape)) / temperature.reshape(shape)
+
+    plain, total = inverse_cdf(known(), uniform, scaled)
 
     def restricted():
-        changed = candidates.at[jnp.arange(len(logits))[:, None], knobs.bias_ids].add(knobs.bias / temperature)
-        stops = jnp.isin(jnp.arange(logits.shape[-1]), jnp.asarray(stop_ids, jnp.int32))
+        slots = jnp.arange(len(logits))[:, None]
+        changed = scaled(known()).at[slots, knobs.bias_ids].add(knobs.bias / temperature[:, None])
+        stops = jnp.isin(jnp.arange(vocab), jnp.asarray(stop_ids, jnp.int32))
         changed = jnp.where(stops & barred[:, None], -jnp.inf, changed)
         changed = changed - changed.max(-1, keepdims=True)
         keep = allowed(jnp.exp(changed), knobs)
@@ -141,13 +150,13 @@ def draw(
 
     def unrestricted():
         # On a CPU the index of the largest takes as long as the rest: only where it is asked for.
-        return plain, jax.lax.cond(greedy.any(), lambda: candidates.argmax(-1).astype(jnp.int32), lambda: plain)
+        return plain, jax.lax.cond(greedy.any(), lambda: known().argmax(-1).astype(jnp.int32), lambda: plain)
 
     drawn, best = jax.lax.cond(special, restricted, unrestricted)
     token = jnp.where(forced >= 0, forced, jnp.where(greedy, best, drawn)).astype(jnp.int32)
     normalizer = jnp.log(total)
-    if valid < logits.shape[-1]:
-        normalizer = jnp.logaddexp(normalizer, jax.nn.logsumexp(scaled[:, valid:], axis=-1))
-    logp = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0] - normalizer
-    likely, ids = jax.lax.top_k(scaled, alternatives)
+    if valid < vocab:
+        normalizer = jnp.logaddexp(normalizer, jax.nn.logsumexp(scaled(logits[:, valid:]), axis=-1))
+    logp = scaled(jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]) - normalizer
+    likely, ids = jax.lax.top_k(scaled(logits), alternatives)
     return token, logp, ids.astype(jnp.int32), likely - normalizer[:, None]
