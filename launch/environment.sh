@@ -13,7 +13,7 @@ fi
 # Installing again after a change of pyproject.toml or another set of extras; otherwise nothing to do.
 wanted="$(cksum pyproject.toml)"
 if [ "$(cat ".venv/installed$1" 2>/dev/null)" != "$wanted" ]; then
-  echo "installing rljax$1 into .venv: a minute or two, about 1.3 GB"
+  echo "installing rljax$1 into .venv: a minute or two, about 1.3 GB (with jetstream 3.6 GB)"
   "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable ".$1"
   echo "$wanted" > ".venv/installed$1"
 fi

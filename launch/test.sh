@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The test suite that CI runs; --all adds the tests marked slow. Other arguments go to pytest.
 set -euo pipefail
-extras="[test]" marks=(-m "not slow")
+extras="[test,jetstream]" marks=(-m "not slow")
 if [ "${1:-}" = "--all" ]; then
   extras="[test,jetstream,reasoning-gym]" marks=()
   shift
