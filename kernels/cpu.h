@@ -12,7 +12,10 @@
 #include <cstring>
 #include <memory>
 #include <thread>
-#include <type_traits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #include "xla/ffi/api/ffi.h"
 
@@ -51,18 +54,23 @@ void Parallel(ffi::ThreadPool& pool, int64_t count, const Task& task) {
   }
 }
 
-template <typename T>
-inline Vector Load(const T* from) {
-  if constexpr (std::is_same_v<T, float>) {
-    Vector x;
-    std::memcpy(&x, from, sizeof(x));
-    return x;
-  } else {
-    typedef T Narrow __attribute__((vector_size(LANES * sizeof(T))));
-    Narrow x;
-    std::memcpy(&x, from, sizeof(x));
-    return __builtin_convertvector(x, Vector);
-  }
+inline Vector Load(const float* from) {
+  Vector x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+// By hand, as compilers take the lanes one by one.
+inline Vector Load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  Ints x;
+  for (int i = 0; i < LANES; ++i) x[i] = from[i];
+  return __builtin_convertvector(x, Vector);
+#endif
 }
 
 // The first `count` lanes; the others are 0.

@@ -86,12 +86,13 @@ def available() -> bool:
 
 
 def product(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    """x [N, in] times a matrix [out, in], transposed: [N, out], all float32. A row's bits depend on nothing else.
+    """x [N, in] float32 times a matrix [out, in], float32 or int8, transposed: [N, out] float32. A row's bits depend on
+    nothing else.
 
     Raises ValueError for other dtypes and for widths that differ.
     """
-    if x.dtype != jnp.float32 or matrix.dtype != jnp.float32 or x.shape[1] != matrix.shape[1]:
-        raise ValueError(f"float32 [N, in] and [out, in]: got {x.dtype} {list(x.shape)} and {matrix.dtype} "
+    if x.dtype != jnp.float32 or matrix.dtype not in (jnp.float32, jnp.int8) or x.shape[1] != matrix.shape[1]:
+        raise ValueError(f"float32 [N, in] and float32 or int8 [out, in]: got {x.dtype} {list(x.shape)} and {matrix.dtype} "
                          f"{list(matrix.shape)}")
     shape = jax.ShapeDtypeStruct((x.shape[0], matrix.shape[0]), jnp.float32)
     return jax.ffi.ffi_call("rljax_product", shape)(x, matrix)

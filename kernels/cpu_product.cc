@@ -1,6 +1,7 @@
 // A product of few rows with a matrix, which XLA packs first: with few rows that takes longer than to multiply.
 //
-// x [rows, in] times a matrix [out, in], transposed, in float32: a row's bits depend on nothing but the row.
+// x [rows, in] times a matrix [out, in], transposed, in float32; the matrix also int8. A row's bits depend on nothing
+// but the row.
 
 #include "cpu.h"
 
@@ -12,8 +13,10 @@ constexpr int64_t DEPTH = 768;  // of `in` at once, at most: a tile's rows of x 
 constexpr int64_t PASS_BYTES = 16 << 10, MOST_BYTES = 256 << 10;  // a block of the matrix in the second: more for more
 constexpr int TASKS = 2;  // for each thread, so that a late one holds up little
 
+template <typename T>
 struct Matrices {
-  const float *x, *matrix;
+  const float* x;
+  const T* matrix;
   float* y;
   int64_t in, out;
 };
@@ -30,10 +33,11 @@ struct Next {
 };
 
 // y of M columns, rows of the matrix, and R rows of x.
-template <int M, int R>
-void Tile(const Matrices& all, int64_t row, int64_t column, Part part, Next next) {
+template <int M, int R, typename T>
+void Tile(const Matrices<T>& all, int64_t row, int64_t column, Part part, Next next) {
   const int64_t in = all.in;
-  const float *x = all.x + row * in, *matrix = all.matrix + column * in;
+  const float* x = all.x + row * in;
+  const T* matrix = all.matrix + column * in;
   Vector sums[R][M] = {};
   int64_t k = part.begin;
   for (; k + LANES <= part.end; k += LANES, next.at += next.step) {
@@ -60,21 +64,21 @@ void Tile(const Matrices& all, int64_t row, int64_t column, Part part, Next next
 }
 
 // Columns [begin, end) of `rows` rows, at most R of them.
-template <int R>
-void Rows(const Matrices& all, int64_t row, int64_t rows, int64_t begin, int64_t end, Part part, Next next) {
+template <int R, typename T>
+void Rows(const Matrices<T>& all, int64_t row, int64_t rows, int64_t begin, int64_t end, Part part, Next next) {
   if constexpr (R > 1) {
     if (rows < R) return Rows<R - 1>(all, row, rows, begin, end, part, next);
   }
-  for (; begin + COLUMNS <= end; begin += COLUMNS, next.at += COLUMNS * all.in * sizeof(float)) {
+  for (; begin + COLUMNS <= end; begin += COLUMNS, next.at += COLUMNS * all.in * sizeof(T)) {
     Tile<COLUMNS, R>(all, row, begin, part, next);
   }
   for (; begin < end; ++begin) Tile<1, R>(all, row, begin, part, Next{next.at, 0});
 }
 
-ffi::Error Product(ffi::ThreadPool pool, Floats x, Floats matrix, ffi::ResultBuffer<ffi::F32> y) {
-  const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], out = matrix.dimensions()[0];
-  const Matrices all{x.typed_data(), matrix.typed_data(), y->typed_data(), in, out};
-  const int64_t row_bytes = std::max<int64_t>(1, in) * sizeof(float), passes = (rows + ROWS - 1) / ROWS;
+template <typename T>
+ffi::Error Multiply(ffi::ThreadPool& pool, const Matrices<T>& all, int64_t rows) {
+  const int64_t in = all.in, out = all.out;
+  const int64_t row_bytes = std::max<int64_t>(1, in) * sizeof(T), passes = (rows + ROWS - 1) / ROWS;
   const int64_t block = std::max<int64_t>(1, std::min(PASS_BYTES * passes, MOST_BYTES) / row_bytes / COLUMNS) * COLUMNS;
   const int64_t parts = std::max<int64_t>(1, (in + DEPTH - 1) / DEPTH);
   const int64_t depth = std::max<int64_t>(1, ((in + parts - 1) / parts + LANES - 1) / LANES) * LANES;
@@ -91,7 +95,7 @@ ffi::Error Product(ffi::ThreadPool pool, Floats x, Floats matrix, ffi::ResultBuf
         for (int64_t r = 0; r < rows; r += ROWS) {
           Rows<ROWS>(all, r, rows - r, begin, end, Part{k, std::min(in, k + depth)},
                      Next{next + r / ROWS * COLUMNS * row_bytes / passes,
-                          COLUMNS * LANES * int64_t(sizeof(float)) / passes});
+                          COLUMNS * LANES * int64_t(sizeof(T)) / passes});
         }
         k += depth;
       } while (k < in);
@@ -100,8 +104,17 @@ ffi::Error Product(ffi::ThreadPool pool, Floats x, Floats matrix, ffi::ResultBuf
   return ffi::Error::Success();
 }
 
+ffi::Error Product(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer matrix, ffi::ResultBuffer<ffi::F32> y) {
+  const int64_t rows = x.dimensions()[0], in = x.dimensions()[1], out = matrix.dimensions()[0];
+  auto run = [&](auto type) {
+    using T = decltype(type);
+    return Multiply(pool, Matrices<T>{x.typed_data(), matrix.typed_data<T>(), y->typed_data(), in, out}, rows);
+  };
+  return matrix.element_type() == ffi::S8 ? run(int8_t{}) : run(float{});
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     RljaxProduct, Product,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Ret<Floats>());
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<ffi::AnyBuffer>().Ret<Floats>());

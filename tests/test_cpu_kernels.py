@@ -36,10 +36,13 @@ def one_device():
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("inner, out", [(1, 1), (7, 5), (64, 33), (100, 301), (576, 192), (1536, 50), (1601, 7)])
-def test_a_products_rows_are_right_and_the_same_among_any_others(inner, out):
+def test_a_products_rows_are_right_and_the_same_among_any_others(inner, out, dtype):
     rng = np.random.default_rng(inner)
     x, matrix = (rng.standard_normal((count, inner), np.float32) for count in (21, out))
+    if dtype == "int8":
+        x, matrix = x / 64, rng.integers(-128, 128, (out, inner)).astype(np.int8)
     product = jax.jit(cpu.product)
     whole = np.asarray(product(x, matrix))
     exact = x.astype(np.float64) @ matrix.T.astype(np.float64)
@@ -62,7 +65,7 @@ def test_a_product_keeps_what_is_no_number_in_its_row():
 def test_a_product_of_other_dtypes_or_widths_is_refused():
     x = jnp.ones((2, 8))
     for matrix in (jnp.ones((3, 7)), jnp.ones((3, 8), jnp.bfloat16)):
-        with pytest.raises(ValueError, match=r"float32 \[N, in\] and \[out, in\]: got float32 \[2, 8\] and "):
+        with pytest.raises(ValueError, match=r"float32 or int8 \[out, in\]: got float32 \[2, 8\] and "):
             cpu.product(x, matrix)
 
 

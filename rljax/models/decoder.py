@@ -173,13 +173,18 @@ def layer_tables(cfg: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(cfg.windows, np.int32), np.asarray(ids, np.int32)
 
 
+def matmul(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """x [N, in] times a matrix [in, out] of any dtype: [N, out] in x's."""
+    return x @ matrix.astype(x.dtype)
+
+
 def layer(cfg: ModelConfig, kind: LayerKind, params: Params, x: jax.Array, attend: Attend,
-          product: Product = jnp.matmul) -> jax.Array:
+          product: Product = matmul) -> jax.Array:
     """One decoder layer over x [..., D], with one layer's leaves.
 
     attend(q [..., H, h], k [..., K, h], v [..., K, h], window) -> [..., H, h] belongs to the caller: it holds the
     cache and masks, and applies `attention_scale` and `attention_softcap`. q and k have had norms and RoPE.
-    product(x [N, in], matrix) -> [N, out] is for a caller whose matrices are not [in, out].
+    product(x [N, in], matrix) -> [N, out] in x's dtype is for a caller whose matrices are not [in, out].
     """
     h = rms_norm(cfg, x, params["attn_norm"]) if "attn_norm" in params else x
     h = _attention(cfg, kind, params, h, attend, product)
@@ -197,7 +202,7 @@ def scale_name(matrix: str) -> str:
 def _linear(x: jax.Array, params: Params, name: str, product: Product) -> jax.Array:
     """x @ w, plus the bias if there is one, in x's dtype."""
     # Over one flat dimension of tokens: on a CPU the gradient of w takes half the time.
-    y = product(x.reshape(-1, x.shape[-1]), params[f"{name}_proj"].astype(x.dtype))
+    y = product(x.reshape(-1, x.shape[-1]), params[f"{name}_proj"])
     if f"{name}_scale" in params:
         y = y * params[f"{name}_scale"].astype(y.dtype)
     y = y.reshape(*x.shape[:-1], -1)

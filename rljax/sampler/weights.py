@@ -30,11 +30,11 @@ def convert(cfg: ModelConfig, params: Params, dtype: Any, int8: bool = False) ->
 
 
 def product(x: jax.Array, matrix: jax.Array, dtype: Any = None, kernel: str = "xla") -> jax.Array:
-    """x [N, in] times a matrix [out, in] of the copy: [N, out] in `dtype` (None = x's). kernel: "xla", or "cpu" for
-    that of `kernels/`."""
+    """x [N, in] times a matrix [out, in] of the copy, without its scale: [N, out] in `dtype` (None = x's). kernel:
+    "xla", or "cpu" for that of `kernels/`."""
     if kernel == "cpu":
         return cpu.product(x, matrix)
-    return jax.lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    return jax.lax.dot_general(x, matrix.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def _is_matrix(name: str, leaf: Any) -> bool:
