@@ -86,7 +86,7 @@ inline void Store(float* to, Vector x, int64_t count = LANES) {
   std::memcpy(to, &x, std::min<int64_t>(count, LANES) * sizeof(float));
 }
 
-// The lanes added by halves: that a loop over lanes can be written so is not seen by every compiler.
+// The lanes added by halves, written out: not every compiler makes vectors of a loop over lanes.
 template <int N = LANES>
 inline float Sum(const float* lanes) {
   if constexpr (N == 1) return *lanes;

@@ -21,7 +21,7 @@ import numpy as np
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 HEADERS = FOLDER / "cpu.h", FOLDER / "cpu_attend.h"
-SOURCES = FOLDER / "cpu_product.cc", FOLDER / "cpu_attention.cc", FOLDER / "cpu_prefill.cc"
+SOURCES = tuple(FOLDER / f"cpu_{name}.cc" for name in ("product", "attention", "prefill", "hold"))
 CACHE = "~/.cache/rljax/kernels"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
@@ -78,7 +78,7 @@ def available() -> bool:
     try:
         library = ctypes.CDLL(str(_library(pathlib.Path(os.path.expanduser(CACHE)))))
     except OSError as error:
-        log.warning("decoding takes XLA's slower way: %s", error)
+        log.warning("the sampler takes XLA's slower way: %s", error)
         return False
     for name, symbol in HANDLERS.items():
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
@@ -107,12 +107,17 @@ def attention(q: jax.Array, prompt, own, staged, tables, position: jax.Array, st
     [S] int32 is the query's, of which `window` keys at most are seen, its own included (0 = all). A slot that sees none
     has 0.
 
-    Raises ValueError for other dtypes.
+    Raises ValueError for other dtypes and shapes.
     """
     floats = [leaf.dtype for leaf in (q, staged.keys, staged.values)]
     stored = [leaf.dtype for leaf in (prompt.keys, prompt.values, own.keys, own.values)]
     if set(floats) != {jnp.dtype(jnp.float32)} or set(stored) not in ({jnp.dtype(jnp.float32)}, {jnp.dtype(jnp.int8)}):
         raise ValueError(f"float32, and pages all float32 or all int8: got {', '.join(map(str, floats + stored))}")
+    heads, width = q.shape[1], q.shape[3]
+    for pages in (prompt, own, staged):
+        if pages.keys.shape[1:3] != (heads, width) or pages.values.shape[1::2] != (heads, width):
+            raise ValueError(f"pages of {heads} heads of {width}: got keys {list(pages.keys.shape)} and values "
+                             f"{list(pages.values.shape)}")
     none = jnp.zeros(0, jnp.float32)
     pools = [none if leaf is None else leaf for pages in (prompt, own)
              for leaf in (pages.keys, pages.values, pages.key_scale, pages.value_scale)]
@@ -128,11 +133,15 @@ def prompt_attention(q: jax.Array, keys: jax.Array, values: jax.Array, start: ja
     q [R, T, H, h]; keys [R, K, h, L] and values [R, K, L, h], H a multiple of K, are filled up to start + T, which is
     at most L; start int32. At most `window` keys are seen, the query's own included (0 = all). All float32.
 
-    Raises ValueError for other dtypes.
+    Raises ValueError for other dtypes and shapes.
     """
     if {leaf.dtype for leaf in (q, keys, values)} != {jnp.dtype(jnp.float32)}:
         raise ValueError(f"all float32: got {q.dtype}, {keys.dtype}, {values.dtype}")
     rows, positions, heads, width = q.shape
+    if (keys.shape[0], keys.shape[2]) != (rows, width) or values.shape != (*keys.shape[:2], keys.shape[3], width) or (
+            positions > keys.shape[3]):
+        raise ValueError(f"q [R, T, H, h], keys [R, K, h, L] and values [R, K, L, h] with T <= L: got {list(q.shape)}, "
+                         f"{list(keys.shape)} and {list(values.shape)}")
     grouped = q.reshape(rows, positions, keys.shape[1], heads // keys.shape[1], width)
     call = jax.ffi.ffi_call("rljax_prefill", jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
     return call(grouped, keys, values, start, scale=np.float32(scale), softcap=np.float32(softcap),

@@ -1,7 +1,7 @@
 // A softmax over keys that come some at a time, with a running maximum: what the kernels of attention have in common.
 //
 // All float32; keys and values also int8 with scales. A tile is G queries by U vectors: G queries pass over the same
-// keys together, each of which may see others of them.
+// keys together, each of which may see others of them; a value that one of them sees must be finite.
 
 #pragma once
 

@@ -37,7 +37,7 @@ struct Prompts {
     Each(row, head, begin, end, queries, [&](int64_t at, float* to, size_t size) { std::memcpy(to, q + at, size); });
     const float* row_keys = keys + (row * heads + head) * width * length;
     const float* row_values = values + (row * heads + head) * length * width;
-    const int64_t position = start + begin, last = std::min(length, start + end);
+    const int64_t position = start + begin, last = start + end;
     const int64_t first = window ? position - window + 1 : -ANY;
     for (int64_t at = std::max<int64_t>(0, first) / SIZE * SIZE; at < last; at += SIZE) {
       const int64_t count = std::min(SIZE, length - at);
@@ -67,12 +67,6 @@ ffi::Error Prefill(ffi::ThreadPool pool, Floats q, Floats keys, Floats values, I
   return ffi::Error::Success();
 }
 
-// What XLA's CPU would otherwise make again for each of its uses.
-ffi::Error Hold(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
-  if (x.untyped_data() != y->untyped_data()) std::memcpy(y->untyped_data(), x.untyped_data(), x.size_bytes());
-  return ffi::Error::Success();
-}
-
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
@@ -82,5 +76,3 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Integers>()
         .Ret<Floats>()
         .Attr<float>("scale").Attr<float>("softcap").Attr<int64_t>("window"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(RljaxHold, Hold, ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());

@@ -90,8 +90,9 @@ ffi::Error Multiply(ffi::ThreadPool& pool, const Matrices<T>& all, int64_t rows)
       const int64_t end = std::min(last, begin + block);
       int64_t k = 0;
       do {
-        // Each pass of rows over this block fetches its share of the next one.
-        const char* next = reinterpret_cast<const char*>(all.matrix + (begin + block) * in + k);
+        // Each pass of rows over each part of this block fetches its share of the next block.
+        const char* next = reinterpret_cast<const char*>(all.matrix + (begin + block) * in) +
+                           COLUMNS * k * int64_t(sizeof(T)) / passes;
         for (int64_t r = 0; r < rows; r += ROWS) {
           Rows<ROWS>(all, r, rows - r, begin, end, Part{k, std::min(in, k + depth)},
                      Next{next + r / ROWS * COLUMNS * row_bytes / passes,

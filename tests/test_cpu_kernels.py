@@ -127,7 +127,7 @@ def test_attention_is_the_softmax_over_all_that_is_seen(shape):
         scores = softcap * np.tanh(scores / softcap) if softcap else scores
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         expected = np.einsum("kgp,pkh->kgh", weights / weights.sum(-1, keepdims=True), values)
-        np.testing.assert_allclose(found[slot], expected, atol=3e-6, err_msg=f"slot {slot}")
+        np.testing.assert_allclose(found[slot], expected, atol=1e-5, err_msg=f"slot {slot}")
 
 
 @needs_kernels
@@ -140,11 +140,13 @@ def test_attention_of_a_slot_that_sees_nothing_is_zero():
 
 
 @needs_kernels
-def test_attention_over_other_dtypes_is_refused():
+def test_attention_over_other_dtypes_or_shapes_is_refused():
     (q, prompt, own, *rest), _ = arrays(SHAPES[0])
     for pages in (jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), own), arrays(SHAPES[-2])[0][2]):
         with pytest.raises(ValueError, match="float32, and pages all float32 or all int8: got float32, "):
             cpu.attention(q, prompt, pages, *rest, scale=1.0, softcap=0.0, window=0)
+    with pytest.raises(ValueError, match="pages of 1 heads of 64: got keys "):
+        cpu.attention(q[:, :1], prompt, own, *rest, scale=1.0, softcap=0.0, window=0)
 
 
 @needs_kernels
@@ -188,7 +190,7 @@ def test_attention_of_prompts_is_the_softmax_over_all_that_is_seen(shape):
     scores = np.where((behind >= 0) & (behind < (window or length)), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("rkgtl,rklh->rtkgh", weights / weights.sum(-1, keepdims=True), np.nan_to_num(values))
-    np.testing.assert_allclose(found, expected.reshape(q.shape), atol=3e-6)
+    np.testing.assert_allclose(found, expected.reshape(q.shape), atol=1e-5)
 
 
 @needs_kernels
@@ -205,10 +207,14 @@ def test_attention_of_prompts_has_the_same_bits_chunk_after_chunk(window):
 
 
 @needs_kernels
-def test_attention_of_prompts_of_other_dtypes_is_refused():
+def test_attention_of_prompts_of_other_dtypes_or_shapes_is_refused():
     q, keys, values = prompts(PROMPTS[0])
+    attention = functools.partial(cpu.prompt_attention, start=np.int32(0), scale=1.0, softcap=0.0, window=0)
     with pytest.raises(ValueError, match="all float32: got float32, bfloat16, float32"):
-        cpu.prompt_attention(q, jnp.asarray(keys, jnp.bfloat16), values, np.int32(0), scale=1.0, softcap=0.0, window=0)
+        attention(q, jnp.asarray(keys, jnp.bfloat16), values)
+    for changed in ((q[:1], keys, values), (q, keys, values[:, :, :-1]), (q, keys[..., :63], values[:, :, :63])):
+        with pytest.raises(ValueError, match=r"with T <= L: got \["):
+            attention(*changed)
 
 
 @needs_kernels
@@ -340,7 +346,7 @@ def test_without_a_library_a_warning_says_why(tmp_path, monkeypatch, caplog, com
         (tmp_path / "c++").chmod(0o755)
     with caplog.at_level(logging.WARNING):
         assert not cpu.available.__wrapped__()
-    assert message in caplog.text and "decoding takes XLA's slower way" in caplog.text
+    assert message in caplog.text and "the sampler takes XLA's slower way" in caplog.text
     monkeypatch.setattr(cpu, "available", lambda: False)
     with pytest.raises(ValueError, match="kernel 'cpu' is not there: a warning says why"):
         Engine(tiny.CONFIG, KERNEL, tiny.one_device())

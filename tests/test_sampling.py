@@ -188,6 +188,17 @@ def test_huge_logits_and_temperatures(scale, temperature):
         assert token.tolist() == [2, 2] and logp.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("unknown, temperature", [(1e4, 1e-6), (1e10, 0.9), (3e38, 0.95)])
+def test_huge_logits_of_unknown_tokens_change_no_log_prob_but_by_their_mass(unknown, temperature):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((64, 128)).astype(np.float32)
+    logits[:, 120:] = rng.choice([-1.0, 1.0], (64, 1)) * unknown * rng.uniform(0.9, 1.0, (64, 8))
+    token, logp = draw(logits, np.full(64, 0.5), valid=120, temperature=temperature)
+    scaled = logits.astype(np.float64) / np.float32(temperature)
+    expected = scaled[np.arange(64), token] - np.logaddexp.reduce(scaled, axis=-1)
+    np.testing.assert_allclose(logp, expected, rtol=2e-6, atol=2e-6)
+
+
 def test_one_valid_token():
     logits = np.full(500, -np.inf, np.float32)
     logits[321] = -50.0

@@ -83,7 +83,9 @@ class EngineConfig:
     int8_weights: bool = False
     alternatives: int = 0  # most likely tokens whose log-probs are returned
     page_len: int = 64  # positions of a page, at most; it is a multiple of the steps of a dispatch
-    kernel: str = "xla"  # of attention over pages (see `ops.page_attention`); "cpu": also of products, for one device
+    # Of attention over pages (see `ops.page_attention`); "cpu", for one device, also of prompts' and of the products of
+    # decoding.
+    kernel: str = "xla"
 
     @property
     def page(self) -> int:

@@ -38,7 +38,6 @@ def run(cfg: ModelConfig, dtype: Any, kernel: str, params: Params, tokens: jax.A
     tokens [rows, bucket] int32, lengths [rows]. kernel: as `EngineConfig`'s.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    segments = (positions < lengths[:, None]).astype(jnp.int32)
     cos, sin = rope_tables(cfg, kernel, positions)
     x = decoder.embed(cfg, params, tokens, dtype)
     keys, values = [], []
@@ -46,10 +45,10 @@ def run(cfg: ModelConfig, dtype: Any, kernel: str, params: Params, tokens: jax.A
     def attend(q, k, v, window):
         keys.append(k.transpose(0, 2, 3, 1))
         values.append(v.swapaxes(1, 2))
-        scores = {"scale": cfg.attention_scale, "softcap": cfg.attention_softcap}
         if kernel == "cpu":
-            return cpu.prompt_attention(q, keys[-1], values[-1], jnp.int32(0), window=window, **scores)
-        return ops.attention(q, k, v, segments, window, **scores)
+            return _by_kernel(cfg, q, keys[-1], values[-1], jnp.int32(0), window)
+        segments = (positions < lengths[:, None]).astype(jnp.int32)
+        return ops.attention(q, k, v, segments, window, scale=cfg.attention_scale, softcap=cfg.attention_softcap)
 
     for weights, (window, table) in zip(params["layers"], per_layer(cfg), strict=True):
         x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), weights, x, attend, product)
@@ -80,13 +79,17 @@ def extend(cfg: ModelConfig, dtype: Any, kernel: str, params: Params, prefix: Pr
         keys.append(jax.lax.dynamic_update_slice(old_keys, k.transpose(0, 2, 3, 1), (0, 0, 0, start)))
         values.append(jax.lax.dynamic_update_slice(old_values, v.swapaxes(1, 2), (0, 0, start, 0)))
         if kernel == "cpu":
-            return cpu.prompt_attention(q, keys[-1], values[-1], start, window=window, scale=cfg.attention_scale,
-                                        softcap=cfg.attention_softcap)
+            return _by_kernel(cfg, q, keys[-1], values[-1], start, window)
         return _attend_chunk(cfg, q, keys[-1], values[-1], start, window)
 
     for weights, (window, table) in zip(params["layers"], per_layer(cfg), strict=True):
         x = decoder.layer(cfg, decoder.LayerKind(window, cos[table], sin[table]), weights, x, attend, product)
     return keys, values
+
+
+def _by_kernel(cfg: ModelConfig, q, keys, values, start: jax.Array, window: int) -> jax.Array:
+    return cpu.prompt_attention(q, keys, values, start, window=window, scale=cfg.attention_scale,
+                                softcap=cfg.attention_softcap)
 
 
 def _attend_chunk(cfg: ModelConfig, q: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array, window: int):

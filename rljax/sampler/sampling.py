@@ -86,7 +86,7 @@ def inverse_cdf(logits: jax.Array, uniform: jax.Array, scaled: Callable[[jax.Arr
     """The first index whose cumulative mass exceeds uniform * total: (int32 [S], total mass float32 [S]).
 
     The mass is exp(scaled(logits)), of logits [S, V] float32, at most about 1 (-inf = none); scaled(x [S, ...]) is
-    elementwise, and neither it nor the mass is ever stored; uniform [S] in [0, 1). Two levels, sums of blocks and then
+    elementwise, and neither it nor the mass need be stored; uniform [S] in [0, 1). Two levels, sums of blocks and then
     inside one block, since a cumulative sum over a whole vocabulary is the slow part. An index without mass is never
     drawn: where rounding runs past the end, the last index with mass is taken.
     """
@@ -127,7 +127,7 @@ def draw(
     greedy, vocab = knobs.temperature == 0.0, logits.shape[-1]
     temperature = jnp.where(greedy, 1.0, knobs.temperature)
 
-    def known():  # made where it is used, not stored
+    def known():
         return logits if valid == vocab else jnp.where(jnp.arange(vocab) < valid, logits, -jnp.inf)
 
     top = known().max(-1)
@@ -156,7 +156,10 @@ def draw(
     token = jnp.where(forced >= 0, forced, jnp.where(greedy, best, drawn)).astype(jnp.int32)
     normalizer = jnp.log(total)
     if valid < vocab:
-        normalizer = jnp.logaddexp(normalizer, jax.nn.logsumexp(scaled(logits[:, valid:]), axis=-1))
+        unknown = logits[:, valid:]  # relative to their own largest: scaled, they may lie far from 0
+        most = unknown.max(-1)
+        mass = jnp.exp((unknown - most[:, None]) / temperature[:, None]).sum(-1)
+        normalizer = jnp.logaddexp(normalizer, scaled(most) + jnp.log(mass))
     logp = scaled(jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]) - normalizer
-    likely, ids = jax.lax.top_k(scaled(logits), alternatives)
-    return token, logp, ids.astype(jnp.int32), likely - normalizer[:, None]
+    likely, ids = jax.lax.top_k(logits, alternatives)
+    return token, logp, ids.astype(jnp.int32), scaled(likely) - normalizer[:, None]
