@@ -205,8 +205,8 @@ def load(name: str | pathlib.Path, overrides: list[str] | tuple[str, ...] = (), 
     """
     knobs = flat(DEFAULTS) | _from_file(*find(f"{name}:{variant}" if variant else str(name)))
     arguments = []
-    for text in overrides:
-        is_value = bool(arguments) and arguments[-1].startswith("--") and "=" not in arguments[-1]
+    for before, text in zip(["", *overrides], overrides, strict=False):
+        is_value = before.startswith("--") and "=" not in before
         arguments.append(text if text.startswith("--") or is_value else f"--config.{text}")
     _, pairs, rest = parse(arguments)
     if rest:

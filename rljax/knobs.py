@@ -45,7 +45,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "stop": (),  # texts that end a response
         "stop_token_ids": (),  # ids that end a response, beside those of the model
         "over_sampling_batch_size": 0,  # prompts in flight; 0 = batch_size, and never below it
-        "partial": False,  # interrupted samples keep their tokens and go on in the next rollout
+        # Interrupted samples keep their tokens and go on in the next rollout; some are interrupted where
+        # over_sampling_batch_size is larger than batch_size.
+        "partial": False,
         "mask_offpolicy_in_partial": False,  # what older weights drew of them is not trained
         "max_version_lag": 0,  # rollouts; samples with an older token start again; 0 = no limit
         # Groups that are kept: reward_std, not_all_right, not_all_wrong, not_all_truncated, or

@@ -141,6 +141,9 @@ def test_arguments_are_split():
     assert config.parse([]) == ("quickstart.py", [], [])
     loaded = config.load("quickstart.py", ["--config.optim.lr", "2e-6", "data.shuffle=0", "--config.data.shuffle"])
     assert loaded.optim.lr == 2e-6 and loaded.data.shuffle is True
+    _, overrides, _ = config.parse(["--config.rollout.partial", "--config.eval.interval=0"])  # without the prefix
+    loaded = config.load("quickstart.py", overrides)
+    assert loaded.rollout.partial is True and loaded.eval.interval == 0
     for bad in (["--config"], ["--config", "--print_config"], ["--config="]):
         with pytest.raises(ValueError, match="--config needs a name"):
             config.parse(bad)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import math
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -375,3 +378,11 @@ def test_evaluation_does_not_disturb_training(tok, tmp_path):
         between.collect(tiny.weights(), samples, SamplingParams(8), 0)
     assert one == other
     assert all(sample.status != PENDING for samples in one for sample in samples)
+
+
+def test_the_benchmark_of_the_host_runs():
+    path = pathlib.Path(__file__).parent / "benchmarks" / "rollout.py"
+    done = subprocess.run([sys.executable, path, "--samples", "128", "--slots", "16"], capture_output=True, text=True,
+                          cwd=path.parents[2], check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("128 samples, ") and "slot utilisation: " in done.stdout

@@ -112,7 +112,8 @@ class EngineConfig:
             total = self.cache_tokens // self.page
             if total < own + prompt:
                 raise ValueError(f"sampler.cache_tokens {self.cache_tokens} holds {total} pages of {self.page} tokens, "
-                                 f"but one sample of {self.cache_len} tokens may need {own + prompt}")
+                                 f"but a prompt may need {prompt} and its response {own} of their own: set "
+                                 f"{(own + prompt) * self.page} or more")
             most_prompt = min(most_prompt, max(prompt, min(total // 3, total - own), total - most_own))
             most_own = min(most_own, total - most_prompt)
         unit = shards << (self.parts - 1)

@@ -26,7 +26,8 @@ PEERS = {  # the environment of each: what is installed, and the modules that mu
     "tunix": (("google-tunix==0.1.7", "jax==0.10.2"), ("tunix", "qwix", "jax")),
 }
 MIB = 1024**2
-OURS = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPO)}  # variables of workers in rljax's environment
+# Variables of workers in rljax's environment.
+OURS = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPO), "TRANSFORMERS_VERBOSITY": "error"}
 THEIRS = {"JAX_PLATFORMS": "cpu"}  # of peers
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
@@ -34,7 +35,7 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 def parser(description: str, peers: Sequence[str] = ("torch",)) -> argparse.ArgumentParser:
     """The options that all benchmarks have, with an environment for each of `peers`."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--model", type=pathlib.Path, default=REPO / "models" / "SmolLM2-135M-Instruct",
+    options.add_argument("--model", type=_folder, default=str(REPO / "models" / "SmolLM2-135M-Instruct"),
                          help="Hugging Face folder (default: what launch/fetch_smollm2.sh makes)")
     for peer in peers:
         options.add_argument(f"--{peer}-env", type=pathlib.Path, default=REPO / f".venv-{peer}",
@@ -45,6 +46,12 @@ def parser(description: str, peers: Sequence[str] = ("torch",)) -> argparse.Argu
                          help="all contestants: glibc asks for huge pages (GLIBC_TUNABLES=glibc.malloc.hugetlb=1)")
     options.add_argument("--worker", help=argparse.SUPPRESS)
     return options
+
+
+def _folder(path: str) -> pathlib.Path:
+    if not (pathlib.Path(path) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{path} holds no config.json; launch/fetch_smollm2.sh makes the default")
+    return pathlib.Path(path)
 
 
 def peer_python(peer: str, folder: pathlib.Path) -> str:

@@ -102,6 +102,9 @@ def agreement(one: common.Contestant, other: common.Contestant) -> str:
 def growth(options) -> None:
     """Seconds per decoded token with few and with many filled positions."""
     draw, new = random.Random(options.seed), options.new or GROWTH_NEW
+    if new <= options.steps:
+        sys.exit(f"--growth times what follows the first dispatch: --new {new} must be more than --steps "
+                 f"{options.steps}")
     work = _work(options, draw, [n for n in GROWTH_PROMPTS for _ in range(GROWTH_SLOTS)],
                  [[new]] * 2 * GROWTH_SLOTS, GROWTH_SLOTS, options.cache_tokens or CACHE["c"])
     rljax = common.Contestant("rljax", __file__, work, options)

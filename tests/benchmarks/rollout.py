@@ -39,10 +39,10 @@ class Engine:
         self.config = EngineConfig(slots=slots, cache_len=1024, prompt_buckets=(64,), prefill_rows=slots,
                                    steps_per_dispatch=16, stop_ids=(END,), vocab_known=1000)
         self.cfg = types.SimpleNamespace(vocab_size=1000)
-        self.lengths, self.row_counts = lengths, [slots]
+        self.lengths, self.row_counts, self.pages = lengths, [slots], self.config.pages(1)
 
     def tables(self) -> PageTables:
-        return PageTables(self.config.slots, *self.config.pages(1), self.config.columns, 1, self.config.page)
+        return PageTables(self.config.slots, *self.pages, self.config.columns, 1, self.config.page)
 
     def chunks(self) -> list:
         return []
