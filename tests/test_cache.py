@@ -405,8 +405,8 @@ def test_a_group_larger_than_a_prompts_members():
 
 
 def test_a_cache_that_holds_no_sample_is_refused():
-    with pytest.raises(ValueError, match="cache_tokens 40 holds 5 pages of 8 tokens, but one sample of 48 tokens may "
-                                         "need 10"):
+    with pytest.raises(ValueError, match="cache_tokens 40 holds 5 pages of 8 tokens, but a prompt may need 4 and its "
+                                         "response 6 of their own: set 80 or more"):
         Engine(tiny.CONFIG, dataclasses.replace(TIGHT, cache_tokens=40), tiny.one_device())
 
 
