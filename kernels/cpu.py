@@ -92,8 +92,8 @@ def product(x: jax.Array, matrix: jax.Array) -> jax.Array:
     Raises ValueError for other dtypes and for widths that differ.
     """
     if x.dtype != jnp.float32 or matrix.dtype not in (jnp.float32, jnp.int8) or x.shape[1] != matrix.shape[1]:
-        raise ValueError(f"float32 [N, in] and float32 or int8 [out, in]: got {x.dtype} {list(x.shape)} and {matrix.dtype} "
-                         f"{list(matrix.shape)}")
+        raise ValueError(f"float32 [N, in] and float32 or int8 [out, in]: got {x.dtype} {list(x.shape)} and "
+                         f"{matrix.dtype} {list(matrix.shape)}")
     shape = jax.ShapeDtypeStruct((x.shape[0], matrix.shape[0]), jnp.float32)
     return jax.ffi.ffi_call("rljax_product", shape)(x, matrix)
 

@@ -127,7 +127,7 @@ def test_attention_is_the_softmax_over_all_that_is_seen(shape):
         scores = softcap * np.tanh(scores / softcap) if softcap else scores
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         expected = np.einsum("kgp,pkh->kgh", weights / weights.sum(-1, keepdims=True), values)
-        np.testing.assert_allclose(found[slot], expected, atol=1e-5, err_msg=f"slot {slot}")
+        np.testing.assert_allclose(found[slot], expected, atol=3e-6, err_msg=f"slot {slot}")
 
 
 @needs_kernels
@@ -190,7 +190,7 @@ def test_attention_of_prompts_is_the_softmax_over_all_that_is_seen(shape):
     scores = np.where((behind >= 0) & (behind < (window or length)), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("rkgtl,rklh->rtkgh", weights / weights.sum(-1, keepdims=True), np.nan_to_num(values))
-    np.testing.assert_allclose(found, expected.reshape(q.shape), atol=1e-5)
+    np.testing.assert_allclose(found, expected.reshape(q.shape), atol=6e-6)
 
 
 @needs_kernels
@@ -200,8 +200,7 @@ def test_attention_of_prompts_has_the_same_bits_chunk_after_chunk(window):
     attention = jax.jit(functools.partial(cpu.prompt_attention, scale=0.3, softcap=0.0, window=window))
     whole = np.asarray(attention(q, keys, values, np.int32(0)))
     for size in (7, 64):
-        for start in range(0, 196, size):
-            size = min(size, 200 - start)
+        for start in range(0, 200, size):
             chunk = attention(q[1:, start : start + size], keys[1:], values[1:], np.int32(start))
             np.testing.assert_array_equal(chunk[0], whole[1, start : start + size], f"{size} from {start}")
 
